@@ -1,0 +1,57 @@
+"""Chained block hashes over canonical bytes. Knows token ids and digests; knows no tensors and no storage.
+
+    block_hash(0) = H("block", namespace, "",            ids of block 0)
+    block_hash(i) = H("block", namespace, block_hash(i-1), ids of block i)
+    kv_id         = H("kv",    namespace, hash of the last full block or "", ids of the partial tail)
+
+Every field is tagged and length-prefixed, so no two field lists share bytes. BLAKE2b, 256 bits, full width (S11).
+A hash commits to all tokens before it; after a hash hit the stored token ids are still compared (nano-vllm does the same).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Iterable, Sequence
+
+from aaflow_langgraph.model import BLOCK_TOKENS, BlockHash
+
+
+def digest(tag: str, *fields: bytes | str) -> str:
+    """64 hex digits over ``tag`` and ``fields``, each length-prefixed."""
+    state = hashlib.blake2b(digest_size=32)
+    for item in (tag, *fields):
+        raw = item.encode() if isinstance(item, str) else item
+        state.update(len(raw).to_bytes(8, "little"))
+        state.update(raw)
+    return state.hexdigest()
+
+
+def token_bytes(token_ids: Iterable[int]) -> bytes:
+    """Token ids as little-endian unsigned 32-bit integers."""
+    packed = array("I", token_ids)
+    if packed.itemsize != 4:  # pragma: no cover - every supported platform has 4-byte unsigned ints
+        raise RuntimeError("unsigned int is not 4 bytes on this platform")
+    return packed.tobytes()
+
+
+def block_hashes(namespace: str, token_ids: Sequence[int], known: Sequence[BlockHash] = ()) -> tuple[BlockHash, ...]:
+    """Hashes of every full block of ``token_ids``, continuing from ``known`` hashes of its first blocks."""
+    hashes = list(known)
+    for start in range(len(hashes) * BLOCK_TOKENS, len(token_ids) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
+        parent = hashes[-1] if hashes else ""
+        hashes.append(
+            BlockHash(digest("block", namespace, parent, token_bytes(token_ids[start : start + BLOCK_TOKENS])))
+        )
+    return tuple(hashes)
+
+
+def kv_id(namespace: str, hashes: Sequence[BlockHash], tail: Sequence[int]) -> str:
+    """Identity of the tokens that ``hashes`` (full blocks) and ``tail`` (fewer than one block) name."""
+    return digest("kv", namespace, hashes[-1] if hashes else "", token_bytes(tail))
+
+
+def prefix_id(namespace: str, token_ids: Sequence[int], stop: int, hashes: Sequence[BlockHash]) -> str:
+    """``kv_id`` of ``token_ids[:stop]``, given the block hashes of ``token_ids``."""
+    num_blocks = stop // BLOCK_TOKENS
+    return kv_id(namespace, hashes[:num_blocks], token_ids[num_blocks * BLOCK_TOKENS : stop])
