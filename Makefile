@@ -1,0 +1,48 @@
+# Two commands matter: `make demo` and `make test`. Both need Python 3.11+, git and make, nothing else.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+# OpenMP threads that spin while another process wants the core make a decode step up to 30 times slower.
+export OMP_WAIT_POLICY := PASSIVE
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check bench docs clean
+
+help: ## show this list
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
+
+setup: $(STAMP) ## create .venv and install the tested set
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Python 3.11 or newer is needed; $(PYTHON) is $$($(PYTHON) --version 2>&1). Try: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --progress-bar off -c constraints.txt -e '.[demo,dev]'
+	@touch $@
+
+demo: $(STAMP) ## retrieval -> planning -> reasoning with KV handles, against text passing
+	$(BIN)/python examples/retrieval_planning_reasoning.py $(ARGS)
+
+test: $(STAMP) ## every test, the slow ones too
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(STAMP) ## format, lint, types, import rules
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/unit/test_imports.py
+
+bench: $(STAMP) ## time to first token with reuse, against re-prefill and against the bound
+	$(BIN)/aaflow bench ttft $(ARGS)
+
+docs: $(STAMP) ## run every Python block of the README and docs/
+	$(BIN)/python -m pytest tests/docs $(ARGS)
+
+clean: ## remove .venv and what builds and tests left
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
