@@ -1,0 +1,111 @@
+"""Arrows point down only. Read from the source, imports inside functions and under TYPE_CHECKING included."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = "aaflow_langgraph"
+ROOT = Path(__file__).parents[2] / PACKAGE
+
+# A unit is a module or a folder right below the package; it may import itself and what stands in lower rows.
+ROWS: tuple[frozenset[str], ...] = (
+    frozenset({"errors"}),
+    frozenset({"model", "handle", "hashing", "assets", "_wheel", "_gguf"}),
+    frozenset({"index", "pool", "engine", "evict"}),
+    frozenset({"broker", "lease"}),
+    frozenset({"graph", "checkpoint", "chat", "testing"}),
+    frozenset({"studio", "cli"}),
+)
+# Units of one row that may know each other: values are built of values, the broker's parts of each other.
+NEIGHBOURS = frozenset(
+    {
+        ("handle", "model"),
+        ("hashing", "model"),
+        ("hashing", "handle"),
+        ("assets", "_wheel"),
+        ("broker", "lease"),
+        ("lease", "broker"),
+        ("graph", "checkpoint"),
+        ("chat", "graph"),
+        ("checkpoint", "graph"),
+        ("testing", "graph"),
+        ("testing", "checkpoint"),
+        ("studio", "cli"),
+        ("cli", "studio"),
+    }
+)
+FORBIDDEN: tuple[tuple[str, frozenset[str]], ...] = (
+    ("index", frozenset({"torch", "transformers"})),
+    ("evict", frozenset({"torch", "transformers", "redis"})),
+    ("pool", frozenset({"redis", "transformers"})),
+    ("engine", frozenset({"redis"})),
+    ("model", frozenset({"torch", "transformers", "redis"})),
+    ("errors", frozenset({"torch", "transformers", "redis"})),
+)
+KNOWS_LANGGRAPH = frozenset({"graph", "chat", "checkpoint", "studio"})
+
+FILES = sorted(ROOT.rglob("*.py"))
+
+
+def unit_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).parts
+    return parts[0].removesuffix(".py")
+
+
+def imports_of(path: Path) -> set[str]:
+    """Dotted names that a file imports; relative ones made absolute, ``from x import y`` as both ``x`` and ``x.y``."""
+    found: set[str] = set()
+    folder = [PACKAGE, *path.relative_to(ROOT).parts[:-1]]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(folder[: len(folder) - node.level + 1]) + "." if node.level else ""
+            module = (base + (node.module or "")).rstrip(".")
+            found.add(module)
+            found.update(f"{module}.{alias.name}" for alias in node.names)
+    return found
+
+
+def own_units(imports: set[str]) -> set[str]:
+    return {name.split(".")[1] for name in imports if name.startswith(f"{PACKAGE}.")} - {"__version__"}
+
+
+def row_of(unit: str) -> int:
+    return next(number for number, units in enumerate(ROWS) if unit in units)
+
+
+def test_every_unit_has_a_row() -> None:
+    known = frozenset().union(*ROWS) | {"__init__"}
+    assert {unit_of(path) for path in FILES} <= known
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_arrows_point_down(path: Path) -> None:
+    unit = unit_of(path)
+    if unit == "__init__":
+        return
+    for imported in own_units(imports_of(path)) - {unit}:
+        assert row_of(imported) < row_of(unit) or (unit, imported) in NEIGHBOURS, f"{unit} may not import {imported}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_only_the_graph_side_knows_langgraph_and_nothing_forbidden_is_imported(path: Path) -> None:
+    unit = unit_of(path)
+    roots = {name.split(".")[0] for name in imports_of(path)}
+    if unit not in KNOWS_LANGGRAPH:
+        assert not {root for root in roots if root.startswith(("langgraph", "langchain"))}
+    for forbidden_in, names in FORBIDDEN:
+        if unit == forbidden_in:
+            assert not roots & names
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_file_loads_code_from_tensors_or_uses_pickle(path: Path) -> None:
+    imported = imports_of(path)
+    assert not {name.split(".")[0] for name in imported} & {"pickle", "cPickle", "dill", "cloudpickle", "joblib"}
+    assert "torch.load" not in imported
+    assert "torch.load(" not in path.read_text(encoding="utf-8")
