@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import re
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -13,20 +16,27 @@ ROOT = Path(__file__).parents[2] / PACKAGE
 # A unit is a module or a folder right below the package; it may import itself and what stands in lower rows.
 ROWS: tuple[frozenset[str], ...] = (
     frozenset({"errors"}),
-    frozenset({"model", "handle", "hashing", "assets", "_wheel", "_gguf"}),
+    frozenset({"model", "handle", "hashing", "results", "assets", "_wheel", "_gguf"}),
     frozenset({"index", "pool", "engine", "evict"}),
-    frozenset({"broker", "lease"}),
+    frozenset({"broker", "lease", "store"}),
     frozenset({"graph", "checkpoint", "chat", "testing"}),
     frozenset({"studio", "cli"}),
 )
-# Units of one row that may know each other: values are built of values, the broker's parts of each other.
+# Units of one row that may know each other: values are built of values, the broker's parts of each other; the index
+# records allocations (pure numbers, no bytes) and candidates for eviction.
 NEIGHBOURS = frozenset(
     {
         ("handle", "model"),
         ("hashing", "model"),
         ("hashing", "handle"),
+        ("results", "handle"),
         ("assets", "_wheel"),
+        ("index", "evict"),
+        ("index", "pool"),
         ("broker", "lease"),
+        ("broker", "store"),
+        ("lease", "store"),
+        ("store", "lease"),
         ("lease", "broker"),
         ("graph", "checkpoint"),
         ("chat", "graph"),
@@ -46,6 +56,9 @@ FORBIDDEN: tuple[tuple[str, frozenset[str]], ...] = (
     ("errors", frozenset({"torch", "transformers", "redis"})),
 )
 KNOWS_LANGGRAPH = frozenset({"graph", "chat", "checkpoint", "studio"})
+
+# Where the name to import is not the name to install.
+DISTRIBUTIONS = {"langchain_core": "langchain-core", "typing_extensions": "typing-extensions"}
 
 FILES = sorted(ROOT.rglob("*.py"))
 
@@ -109,3 +122,40 @@ def test_no_file_loads_code_from_tensors_or_uses_pickle(path: Path) -> None:
     assert not {name.split(".")[0] for name in imported} & {"pickle", "cPickle", "dill", "cloudpickle", "joblib"}
     assert "torch.load" not in imported
     assert "torch.load(" not in path.read_text(encoding="utf-8")
+
+
+def own_files(path: Path) -> set[Path]:
+    """Files of the package that importing ``path`` runs, itself included, parent packages but the root too."""
+    seen: set[Path] = set()
+    todo = [path]
+    while todo:
+        path = todo.pop()
+        if path in seen or not path.exists():
+            continue
+        seen.add(path)
+        for name in imports_of(path):
+            parts = name.split(".")
+            if parts[0] == PACKAGE and len(parts) > 1:
+                stem = ROOT.joinpath(*parts[1:])
+                todo += [stem.with_suffix(".py"), stem / "__init__.py", stem.parent / "__init__.py"]
+        todo = [file for file in todo if file != ROOT / "__init__.py"]
+    return seen
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if unit_of(path) in ("index", "evict")], ids=lambda p: p.name)
+def test_the_index_reaches_no_torch_through_others_either(path: Path) -> None:
+    for file in own_files(path):
+        assert not {name.split(".")[0] for name in imports_of(file)} & {"torch", "transformers"}, file
+
+
+def test_every_third_party_import_is_declared() -> None:
+    project = tomllib.loads((ROOT.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    lines = [*project["dependencies"], *(line for extra in project["optional-dependencies"].values() for line in extra)]
+    declared = {re.split(r"[<>=!~\[; ]", line)[0].lower() for line in lines}
+    roots = {name.split(".")[0] for path in FILES for name in imports_of(path)} - {PACKAGE} - sys.stdlib_module_names
+    assert {DISTRIBUTIONS.get(root, root) for root in roots} <= declared
+
+
+def test_every_line_of_the_tested_set_is_one_pin() -> None:
+    for line in (ROOT.parent / "constraints.txt").read_text(encoding="utf-8").splitlines():
+        assert not line or line.startswith("#") or re.fullmatch(r"[A-Za-z0-9_.-]+==[A-Za-z0-9.]+", line), line
