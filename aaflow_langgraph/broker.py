@@ -1,0 +1,763 @@
+"""``KVBroker``: the operators. Composes index, pool and engine; policy lives here and nowhere else.
+
+The sync body is the truth; every method with an ``a`` prefix runs it in a thread and keeps the event loop free.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from aaflow_langgraph.engine.cache_adapter import refuse_foreign_cache
+from aaflow_langgraph.engine.sampling import Sampling, choose, log_probability
+from aaflow_langgraph.engine.transformers import TransformersEngine
+from aaflow_langgraph.engine.turns import Extension, check_text
+from aaflow_langgraph.errors import (
+    Cancelled,
+    ConfigError,
+    IncompatibleHandle,
+    RecipeMissing,
+)
+from aaflow_langgraph.evict.lru import least_recently_used
+from aaflow_langgraph.generation import TextStream, derive_seed, make_generator
+from aaflow_langgraph.handle import MAX_LABEL_CHARS, KVHandle, make_preview
+from aaflow_langgraph.hashing import prefix_id
+from aaflow_langgraph.index.base import Index
+from aaflow_langgraph.index.memory import MemoryIndex
+from aaflow_langgraph.model import Finding, Namespace, Operator, Receipt, Recipe, Span, Turn
+from aaflow_langgraph.pool.base import Pool
+from aaflow_langgraph.pool.device import DevicePool
+from aaflow_langgraph.pool.host import HostPool
+from aaflow_langgraph.results import Generation, Prefilled, Reuse, Stats, TokenDelta, Usage
+from aaflow_langgraph.session import Session
+from aaflow_langgraph.store import ExtentStore, TokenSequence
+
+HandleLike = KVHandle | Mapping[str, Any]
+
+_SEQUENCES_KEPT = 128
+"""Assembled token sequences kept ready; older ones are put together again from their recipes."""
+
+
+class KVBroker:
+    """Knows where the KV behind every handle lives, moves it, and computes what is missing.
+
+    Thread-safe. Use as a context manager or call ``close``. Two brokers in one process share nothing.
+
+    Example:
+        >>> broker = KVBroker.open("HuggingFaceTB/SmolLM2-135M-Instruct")  # doctest: +SKIP
+        >>> docs = broker.prefill("Berlin is the capital of Germany.").handle  # doctest: +SKIP
+        >>> broker.generate("Which city is named?", parent=docs).text  # doctest: +SKIP
+        'Berlin'
+    """
+
+    def __init__(self, engine: TransformersEngine, index: Index, pool: Pool, *, previews: bool = True) -> None:
+        self.engine = engine
+        self.namespace: Namespace = engine.namespace
+        self._previews = previews
+        self._store = ExtentStore(
+            engine.namespace.digest, engine.layout, index, pool, least_recently_used, engine.device
+        )
+        self._pool = pool
+        self._lock = threading.RLock()
+        self._recipes: dict[str, Recipe] = {}
+        self._sequences: OrderedDict[str, TokenSequence] = OrderedDict()
+        self._building: dict[str, threading.Lock] = {}
+        self._counts = {"reused": 0, "prefilled": 0, "decoded": 0, "recomputed": 0, "failures": 0}
+        self._closed = False
+
+    @classmethod
+    def open(
+        cls,
+        model: str | os.PathLike[str] | TransformersEngine,
+        *,
+        index: str = "memory://",
+        pool_bytes: int = 1 << 30,
+        dtype: str = "auto",
+        device: str = "auto",
+        tenant: str = "",
+        previews: bool = True,
+    ) -> KVBroker:
+        """Load a model and open a broker for it.
+
+        Args:
+            model: Hub id, local directory, or an engine that is already loaded.
+            index: Where the metadata lives; ``"memory://"`` keeps it in this process.
+            pool_bytes: Capacity of the KV pool. It is taken and touched at once and never exceeded.
+            dtype: ``"float32"``, ``"bfloat16"``, ``"float16"`` or ``"auto"`` (the checkpoint's).
+            device: ``"cpu"``, ``"cuda"``, ``"cuda:N"`` or ``"auto"``.
+            tenant: Salt: KV is never shared between tenants.
+            previews: Put the first and last words of texts into handles. Off for confidential text.
+
+        Raises:
+            ConfigError: Unknown model, dtype, device or index; a pool that cannot be taken. Way out: fail.
+            UnsupportedModel: The model's state cannot be carried as keys and values; says why. Way out: fail.
+        """
+        if index != "memory://":
+            raise ConfigError(f"index must be 'memory://' (metadata in this process), got {index!r}")
+        if isinstance(model, TransformersEngine):
+            if (dtype, device, tenant) != ("auto", "auto", ""):
+                raise ConfigError("dtype, device and tenant belong to the engine that was passed; set them there")
+            engine = model
+        else:
+            engine = TransformersEngine.load(model, dtype=dtype, device=device, tenant=tenant)
+        pool: Pool = HostPool(pool_bytes) if engine.device.type == "cpu" else DevicePool(pool_bytes, engine.device)
+        return cls(engine, MemoryIndex(), pool, previews=previews)
+
+    def __enter__(self) -> KVBroker:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the pool back. Handles stay valid names; this broker serves them no more. Idempotent."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._pool.close()
+
+    # ---------------------------------------------------------------- operators on token ids
+
+    def materialize(self, token_ids: Sequence[int], *, label: str = "", deterministic: bool = False) -> KVHandle:
+        """Make the KV of ``token_ids`` (``[T]``) exist and name it. Idempotent: equal ids give the equal handle.
+
+        Raises:
+            ConfigError: No ids, ids outside the vocabulary, a padded batch, a cache object. Way out: fail.
+            ContextTooLong: More ids than the model's window. Way out: fail.
+        """
+        ids = self.engine.check_token_ids(token_ids)
+        return self._prefilled(None, ids, (Turn("", _whole(ids), False),), "materialize", label, deterministic).handle
+
+    def append(
+        self, handle: HandleLike, token_ids: Sequence[int], *, label: str = "", deterministic: bool = False
+    ) -> KVHandle:
+        """A new handle: the tokens of ``handle``, then ``token_ids``. ``handle`` itself never changes (I5).
+
+        Raises:
+            ConfigError, ContextTooLong: As in ``materialize``.
+            MalformedHandle, IncompatibleHandle, RecipeMissing: ``handle`` is not one, is foreign, or is unknown here.
+        """
+        parent = self._known(handle)
+        ids = self.engine.check_token_ids(token_ids)
+        before = self._sequence(parent.kv_id).token_ids
+        turns = tuple(replace(turn, open=False) for turn in parent.turns)
+        added = Turn("", _whole(ids, len(before)), False)
+        return self._prefilled(parent, before + ids, (*turns, added), "append", label, deterministic).handle
+
+    def fork(self, handle: HandleLike, *, label: str | None = None) -> KVHandle:
+        """A handle on the same KV: zero bytes, no copy, no count. Children of forks never change the parent (I5).
+
+        Raises:
+            MalformedHandle, IncompatibleHandle, RecipeMissing: As in ``append``.
+        """
+        coerced = KVHandle.coerce(handle)
+        self._known(coerced)
+        return coerced if label is None else replace(coerced, kv_label=_checked_label(label))
+
+    def evict(self, handle: HandleLike) -> int:
+        """Forget the KV of ``handle``, last extent first, down to what others build on or read; bytes freed.
+
+        The handle stays valid: its KV is recomputed from its recipe when it is read again.
+
+        Raises:
+            MalformedHandle, IncompatibleHandle, RecipeMissing: As in ``append``.
+        """
+        recipe = self._known(handle)
+        return self._store.evict(self._sequence(recipe.kv_id), self._borders(recipe))
+
+    # ---------------------------------------------------------------- operators on text
+
+    def prefill(
+        self,
+        text: str,
+        *,
+        parent: HandleLike | None = None,
+        role: str = "user",
+        raw: bool = False,
+        label: str = "",
+        deterministic: bool = False,
+    ) -> Prefilled:
+        """Prefill ``text`` as a chat turn that stays open: the next prompt of the same role continues and closes it.
+
+        Args:
+            text: Content of the turn; UTF-8 bytes are decoded.
+            parent: Handle to go on from; None starts fresh.
+            role: A role that the model's chat template knows.
+            raw: No chat frame: only the text's own token ids.
+            label: Short name for people.
+            deterministic: Read canonical KV only, so that bits do not depend on what was cached.
+
+        Raises:
+            ConfigError: Empty or invalid text, special tokens only, no chat template, refused role. Way out: fail.
+            ContextTooLong: The text does not fit the window. Way out: fail.
+            MalformedHandle, IncompatibleHandle, RecipeMissing: As in ``append``.
+        """
+        known = None if parent is None else self._known(parent)
+        text = check_text(text, "the text to prefill")
+        extension = self._extend(known, role, text, what="the text to prefill", raw=raw, generate=False)
+        operator: Operator = "materialize" if known is None else "append"
+        return self._prefilled(
+            known, extension.token_ids, extension.turns, operator, label, deterministic, extension.num_shared, text
+        )
+
+    def generate(
+        self,
+        prompt: str,
+        *,
+        parent: HandleLike | None = None,
+        role: str = "user",
+        raw: bool = False,
+        sampling: Sampling | None = None,
+        label: str = "",
+        deterministic: bool = False,
+        seed_path: str = "",
+        on_token: Callable[[TokenDelta], None] | None = None,
+        cancel: threading.Event | None = None,
+    ) -> Generation:
+        """Append ``prompt`` as a chat turn, generate the assistant's, and name both by one new handle.
+
+        Args:
+            prompt: Content of the turn; continues the parent's open turn when it has the same role.
+            parent: Handle to go on from; None starts fresh.
+            role: Role of the prompt's turn.
+            raw: Plain continuation without a chat frame.
+            sampling: Greedy with up to 256 new tokens unless given.
+            label: Short name for people.
+            deterministic: Run alone, read canonical KV only: tokens equal those of a run without any cache, bit for bit.
+            seed_path: Mixed into a derived seed, so that siblings differ and a re-run repeats.
+            on_token: Called with every new token as it is known, on the calling thread.
+            cancel: Set it from anywhere to stop before the next forward.
+
+        Raises:
+            ConfigError, ContextTooLong, MalformedHandle, IncompatibleHandle, RecipeMissing: As in ``prefill``.
+            Cancelled: ``cancel`` was set; nothing was published. Way out: fail.
+        """
+        stream = self.stream(
+            prompt,
+            parent=parent,
+            role=role,
+            raw=raw,
+            sampling=sampling,
+            label=label,
+            deterministic=deterministic,
+            seed_path=seed_path,
+            cancel=cancel,
+        )
+        for event in stream:
+            if isinstance(event, Generation):
+                return event
+            if on_token is not None:
+                on_token(event)
+        raise RuntimeError("a stream ended without its generation")
+
+    def stream(
+        self,
+        prompt: str,
+        *,
+        parent: HandleLike | None = None,
+        role: str = "user",
+        raw: bool = False,
+        sampling: Sampling | None = None,
+        label: str = "",
+        deterministic: bool = False,
+        seed_path: str = "",
+        cancel: threading.Event | None = None,
+    ) -> Iterator[TokenDelta | Generation]:
+        """``generate`` as an iterator: every ``TokenDelta`` as it is known, then the ``Generation``.
+
+        Input is checked at the first ``next``. Closing the iterator early stops the request; nothing is published.
+        """
+        started = time.perf_counter()
+        sampling = sampling or Sampling()
+        known = None if parent is None else self._known(parent)
+        prompt = check_text(prompt, "the prompt")
+        extension = self._extend(known, role, prompt, what="the prompt", raw=raw, generate=True)
+        self.engine.check_fits(len(extension.token_ids), sampling.max_tokens)
+        label = _checked_label(label)
+        generator = make_generator(
+            sampling, lambda: derive_seed(known.kv_id if known else "", extension.token_ids, sampling, seed_path)
+        )
+        with self._session(deterministic, cancel) as session:
+            sequence, num_recomputed = self._begin(
+                session, known, extension.token_ids, extension.num_shared, sampling.max_tokens, deterministic
+            )
+            num_prompt = len(sequence.token_ids)
+            logits = session.prefill(num_prompt)
+            text = TextStream(self.engine.frame.decode, sampling.stop)
+            ids: list[int] = []
+            logprobs: list[float] = []
+            finish: str | None = None
+            ttft = 0.0
+            while finish is None:
+                token_id = choose(logits, sampling, generator)
+                ttft = ttft or time.perf_counter() - started
+                logprob = log_probability(logits, token_id) if sampling.logprobs else None
+                if token_id in self.engine.stop_ids:
+                    finish = "stop"
+                    break
+                ids.append(token_id)
+                if logprob is not None:
+                    logprobs.append(logprob)
+                piece = text.push(token_id)
+                if text.stopped or len(ids) == sampling.max_tokens:
+                    finish = "stop" if text.stopped else "length"
+                    piece += text.flush()
+                yield TokenDelta(token_id, piece, logprob)
+                if finish is None:
+                    logits = session.decode(token_id)
+            rest = text.flush()
+            if rest:
+                yield TokenDelta(None, rest)
+            content = self.engine.frame.split_at(ids, text.text) if text.stopped else tuple(ids)
+            handle = self._seal_generation(session, known, extension, content, ids, label, prompt, text.text)
+            usage = self._usage(
+                session,
+                num_prompt,
+                len(ids),
+                ttft,
+                started,
+                self._reuse(session, known, extension.num_shared),
+                num_recomputed,
+            )
+        yield Generation(
+            handle=handle,
+            text=text.text,
+            token_ids=tuple(ids),
+            finish_reason="length" if finish == "length" else "stop",
+            usage=usage,
+            logprobs=tuple(logprobs) if sampling.logprobs else None,
+        )
+
+    # ---------------------------------------------------------------- leases, recipes, inspection
+
+    def lease(self, handle: HandleLike) -> Receipt:
+        """Pin the KV that ``handle`` has now, for at most a minute; the receipt is the only way to give it back.
+
+        Raises:
+            MalformedHandle, IncompatibleHandle, RecipeMissing: As in ``append``.
+        """
+        recipe = self._known(handle)
+        sequence = self._sequence(recipe.kv_id)
+        return self._store.match(sequence, len(sequence.token_ids), borders=self._borders(recipe)).receipt
+
+    def release(self, receipt: Receipt) -> bool:
+        """Give a lease back. False when it had run out or was given back before; nothing of others is ever freed (I9)."""
+        return self._store.index.release(receipt)
+
+    def recipe(self, handle: HandleLike) -> Recipe:
+        """The recipe of a handle.
+
+        Raises:
+            MalformedHandle, IncompatibleHandle, RecipeMissing: As in ``append``.
+        """
+        return self._known(handle)
+
+    def token_ids(self, handle: HandleLike) -> tuple[int, ...]:
+        """Every token id that ``handle`` names.
+
+        Raises:
+            MalformedHandle, IncompatibleHandle, RecipeMissing: As in ``append``.
+        """
+        return self._sequence(self._known(handle).kv_id).token_ids
+
+    def check(self) -> list[Finding]:
+        """Every violated invariant that can be seen; an empty list when all is well. Reads all bytes once."""
+        found = self._store.check()
+        for recipe in list(self._recipes.values()):
+            sequence = self._sequence(recipe.kv_id)
+            named = prefix_id(self.namespace.digest, sequence.token_ids, len(sequence.token_ids), sequence.hashes)
+            if named != recipe.kv_id:
+                found.append(Finding("I5", f"recipe {recipe.kv_id[:12]} rebuilds {named[:12]}"))
+            if recipe.namespace != self.namespace.digest:
+                found.append(Finding("I6", f"recipe {recipe.kv_id[:12]} belongs to namespace {recipe.namespace[:12]}"))
+        return found
+
+    def stats(self) -> Stats:
+        """Counters, and what is held now; bytes are measured from the pool."""
+        store = self._store
+        store.sweep()
+        return Stats(
+            pool_capacity_bytes=self._pool.capacity_bytes,
+            pool_used_bytes=self._pool.used_bytes,
+            pool_peak_bytes=self._pool.peak_bytes,
+            num_extents=len(store.index.records()),
+            num_leases=store.index.num_leases(),
+            num_recipes=len(self._recipes),
+            num_reused_tokens=self._counts["reused"],
+            num_prefilled_tokens=self._counts["prefilled"],
+            num_decoded_tokens=self._counts["decoded"],
+            num_recomputed_tokens=self._counts["recomputed"],
+            num_evictions=store.num_evictions,
+            num_lost_receipts=store.num_lost_receipts,
+            num_kv_load_failures=self._counts["failures"],
+            overflow_bytes=store.overflow_bytes,
+            peak_overflow_bytes=store.peak_overflow_bytes,
+        )
+
+    # ---------------------------------------------------------------- async twins
+
+    async def amaterialize(self, token_ids: Sequence[int], *, label: str = "", deterministic: bool = False) -> KVHandle:
+        """Async ``materialize``."""
+        return await asyncio.to_thread(self.materialize, token_ids, label=label, deterministic=deterministic)
+
+    async def aappend(
+        self, handle: HandleLike, token_ids: Sequence[int], *, label: str = "", deterministic: bool = False
+    ) -> KVHandle:
+        """Async ``append``."""
+        return await asyncio.to_thread(self.append, handle, token_ids, label=label, deterministic=deterministic)
+
+    async def afork(self, handle: HandleLike, *, label: str | None = None) -> KVHandle:
+        """Async ``fork``."""
+        return await asyncio.to_thread(self.fork, handle, label=label)
+
+    async def aevict(self, handle: HandleLike) -> int:
+        """Async ``evict``."""
+        return await asyncio.to_thread(self.evict, handle)
+
+    async def aprefill(
+        self,
+        text: str,
+        *,
+        parent: HandleLike | None = None,
+        role: str = "user",
+        raw: bool = False,
+        label: str = "",
+        deterministic: bool = False,
+    ) -> Prefilled:
+        """Async ``prefill``."""
+        return await asyncio.to_thread(
+            self.prefill, text, parent=parent, role=role, raw=raw, label=label, deterministic=deterministic
+        )
+
+    async def agenerate(
+        self,
+        prompt: str,
+        *,
+        parent: HandleLike | None = None,
+        role: str = "user",
+        raw: bool = False,
+        sampling: Sampling | None = None,
+        label: str = "",
+        deterministic: bool = False,
+        seed_path: str = "",
+        on_token: Callable[[TokenDelta], None] | None = None,
+        cancel: threading.Event | None = None,
+    ) -> Generation:
+        """Async ``generate``; cancelling the task stops the generation. ``on_token`` runs in the worker thread."""
+        stop = cancel or threading.Event()
+        try:
+            return await asyncio.to_thread(
+                self.generate,
+                prompt,
+                parent=parent,
+                role=role,
+                raw=raw,
+                sampling=sampling,
+                label=label,
+                deterministic=deterministic,
+                seed_path=seed_path,
+                on_token=on_token,
+                cancel=stop,
+            )
+        except asyncio.CancelledError:
+            stop.set()
+            raise
+
+    async def alease(self, handle: HandleLike) -> Receipt:
+        """Async ``lease``."""
+        return await asyncio.to_thread(self.lease, handle)
+
+    async def arelease(self, receipt: Receipt) -> bool:
+        """Async ``release``."""
+        return await asyncio.to_thread(self.release, receipt)
+
+    async def acheck(self) -> list[Finding]:
+        """Async ``check``."""
+        return await asyncio.to_thread(self.check)
+
+    async def aclose(self) -> None:
+        """Async ``close``."""
+        await asyncio.to_thread(self.close)
+
+    # ---------------------------------------------------------------- inside
+
+    def _prefilled(
+        self,
+        parent: Recipe | None,
+        ids: tuple[int, ...],
+        turns: tuple[Turn, ...],
+        operator: Operator,
+        label: str,
+        deterministic: bool,
+        num_shared: int | None = None,
+        text: str = "",
+    ) -> Prefilled:
+        """Make the KV of ``ids`` exist, publish it, register the recipe."""
+        started = time.perf_counter()
+        self.engine.check_fits(len(ids))
+        label = _checked_label(label)
+        if num_shared is None:
+            num_shared = parent.stop if parent else 0
+        with self._session(deterministic, None) as session:
+            sequence, num_recomputed = self._begin(session, parent, ids, num_shared, 0, deterministic, whole=True)
+            if session.position < len(ids):
+                session.prefill(len(ids))
+                session.seal(sequence, len(ids))
+            handle = self._register(parent, sequence, 0, turns, operator, label, text, num_shared)
+            reuse = self._reuse(session, parent, num_shared)
+            usage = self._usage(session, len(ids), 0, 0.0, started, reuse, num_recomputed)
+        return Prefilled(handle, usage)
+
+    def _begin(
+        self,
+        session: Session,
+        parent: Recipe | None,
+        ids: tuple[int, ...],
+        num_shared: int,
+        num_new: int,
+        deterministic: bool,
+        *,
+        whole: bool = False,
+    ) -> tuple[TokenSequence, int]:
+        """Start a session over ``ids``; rebuild the parent's KV first, as an extent of its own, when it is gone.
+
+        Returns the hashed sequence and how many tokens had to be recomputed. Unless ``whole``, the last token is left to
+        run: its logits are needed.
+        """
+        if self._closed:
+            raise ConfigError("this broker is closed; open another one")
+        base = self._sequence(parent.kv_id) if parent else TokenSequence((), ())
+        known_hashes = base.hashes[: num_shared // 256]
+        sequence = self._store.sequence(ids, known_hashes)
+        borders = self._borders(parent) if parent else ()
+        limit = len(ids) if whole else len(ids) - 1
+        expected = min(num_new, 256)
+        needed = min(parent.stop - parent.num_pending, num_shared, limit) if parent else 0
+        # A canonical reader recomputes at most the blocks it misses, inside its own extent.
+        if not deterministic and parent and needed:
+            with self._one_builder(parent.kv_id, sequence, needed, borders):
+                reused = session.begin(sequence, limit, borders, len(ids) + expected - needed)
+                if reused < needed:
+                    session.prefill(needed)
+                    session.split(len(ids) - needed + expected)
+                    return sequence, needed - reused
+                return sequence, 0
+        missing_hint = len(ids) - (needed if deterministic else 0)
+        session.begin(sequence, limit, borders, max(missing_hint, 1) + expected)
+        return sequence, 0
+
+    @contextmanager
+    def _one_builder(self, kv_id: str, sequence: TokenSequence, needed: int, borders: Sequence[int]) -> Iterator[None]:
+        """Of several threads that miss the same parent one rebuilds it; the others wait and then find it."""
+        match = self._store.match(sequence, needed, borders=borders)
+        self._store.index.release(match.receipt)
+        if match.stop >= needed:
+            yield
+            return
+        with self._lock:
+            lock = self._building.setdefault(kv_id, threading.Lock())
+        try:
+            with lock:
+                yield
+        finally:
+            with self._lock:
+                self._building.pop(kv_id, None)
+
+    @contextmanager
+    def _session(self, deterministic: bool, cancel: threading.Event | None) -> Iterator[Session]:
+        def tick() -> None:
+            if cancel is not None and cancel.is_set():
+                raise Cancelled("the generation was cancelled before its next forward; nothing was published")
+
+        session = Session(self.engine, self._store, canonical=deterministic, tick=tick)
+        try:
+            with session:
+                yield session
+        finally:
+            with self._lock:
+                self._counts["failures"] += session.num_failures
+
+    def _seal_generation(
+        self,
+        session: Session,
+        parent: Recipe | None,
+        extension: Extension,
+        content: tuple[int, ...],
+        decoded: list[int],
+        label: str,
+        prompt: str,
+        text: str,
+    ) -> KVHandle:
+        """Publish what was computed of a generated turn and name prompt, answer and end of turn by one handle."""
+        prompt_ids = extension.token_ids
+        raw = extension.turns[-1].role == ""
+        role = "" if raw else "assistant"
+        turn = Turn(role, _whole(content, len(prompt_ids)), False)
+        turns = (*extension.turns, turn)
+        ids = prompt_ids + content
+        if not raw:
+            ids += self.engine.frame.end_of_turn(ids, turns)
+        kept = sum(1 for _ in _equal_front(content, decoded))
+        computed = min(session.position, len(prompt_ids) + kept)
+        sequence = self._store.sequence(ids)
+        session.seal(sequence, computed)
+        return self._register(
+            parent, sequence, len(ids) - computed, turns, "generate", label, f"{prompt} {text}", extension.num_shared
+        )
+
+    def _register(
+        self,
+        parent: Recipe | None,
+        sequence: TokenSequence,
+        num_pending: int,
+        turns: tuple[Turn, ...],
+        operator: Operator,
+        label: str,
+        text: str,
+        num_shared: int,
+    ) -> KVHandle:
+        """Keep the recipe and make the handle."""
+        ids = sequence.token_ids
+        name = prefix_id(self.namespace.digest, ids, len(ids), sequence.hashes)
+        # Behind a rewritten turn the parent's tokens are not a prefix any more: the recipe then stands alone.
+        whole = parent is None or num_shared < parent.stop or parent.kv_id == name
+        start = 0 if whole or parent is None else parent.stop
+        recipe = Recipe(
+            kv_id=name,
+            namespace=self.namespace.digest,
+            parent=None if whole or parent is None else parent.kv_id,
+            start=start,
+            token_ids=ids[start:],
+            num_pending=num_pending,
+            turns=turns,
+            operator=operator,
+        )
+        with self._lock:
+            known = self._recipes.get(name)
+            # The same tokens may be reached by several routes; chat structure is worth more than none.
+            if known is None or (not _has_chat(known) and _has_chat(recipe)):
+                self._recipes[name] = recipe
+            self._remember(name, sequence)
+        return KVHandle(
+            kv_id=name,
+            kv_namespace=self.namespace.digest,
+            kv_tokens=len(ids),
+            kv_label=label,
+            kv_preview=make_preview(text) if self._previews else "",
+        )
+
+    def _known(self, handle: HandleLike) -> Recipe:
+        """The recipe behind anything that claims to be a handle."""
+        refuse_foreign_cache(handle)
+        coerced = KVHandle.coerce(handle)
+        if coerced.kv_namespace != self.namespace.digest:
+            raise IncompatibleHandle(
+                f"handle {coerced.kv_label or coerced.kv_id[:12]!r} belongs to namespace {coerced.kv_namespace[:12]}, this broker "
+                f"serves {self.namespace.digest[:12]} ({self.namespace.model}, {self.namespace.dtype}): model, tokenizer, dtype, "
+                "rotary settings and tenant must be the same; make the handle again with this broker"
+            )
+        recipe = self._recipes.get(coerced.kv_id)
+        if recipe is None:
+            raise RecipeMissing(
+                f"no recipe is known for handle {coerced.kv_label or coerced.kv_id[:12]!r} ({coerced.kv_tokens} tokens): it was made by "
+                "a broker that is gone, or it is forged. Run the node that wrote it again; recipes live as long as the broker "
+                "that made them"
+            )
+        if recipe.stop != coerced.kv_tokens:
+            raise IncompatibleHandle(
+                f"handle {coerced.kv_id[:12]!r} claims {coerced.kv_tokens} tokens, its recipe has {recipe.stop}: it was altered"
+            )
+        return recipe
+
+    def _sequence(self, kv_id: str) -> TokenSequence:
+        """Token ids and block hashes of a known recipe, put together along its parents."""
+        with self._lock:
+            kept = self._sequences.get(kv_id)
+            if kept is not None:
+                self._sequences.move_to_end(kv_id)
+                return kept
+            parts: list[tuple[int, ...]] = []
+            at: str | None = kv_id
+            while at is not None:
+                recipe = self._recipes[at]
+                parts.append(recipe.token_ids)
+                at = recipe.parent
+            sequence = self._store.sequence(tuple(token for part in reversed(parts) for token in part))
+            self._remember(kv_id, sequence)
+            return sequence
+
+    def _remember(self, kv_id: str, sequence: TokenSequence) -> None:
+        self._sequences[kv_id] = sequence
+        self._sequences.move_to_end(kv_id)
+        while len(self._sequences) > _SEQUENCES_KEPT:
+            self._sequences.popitem(last=False)
+
+    def _borders(self, recipe: Recipe) -> list[int]:
+        """Positions where extents of a recipe and its parents end."""
+        borders: list[int] = []
+        at: Recipe | None = recipe
+        while at is not None:
+            borders += [at.stop - at.num_pending, at.stop]
+            at = self._recipes.get(at.parent) if at.parent else None
+        return borders
+
+    def _extend(
+        self, parent: Recipe | None, role: str, text: str, *, what: str, raw: bool, generate: bool
+    ) -> Extension:
+        before = self._sequence(parent.kv_id).token_ids if parent else ()
+        turns = parent.turns if parent else ()
+        return self.engine.frame.extend(before, turns, role, text, what=what, raw=raw, generate=generate)
+
+    def _reuse(self, session: Session, parent: Recipe | None, num_shared: int) -> Reuse:
+        if not session.num_reused:
+            return "none"
+        if parent is None:
+            return "blocks"
+        return "handle" if num_shared >= parent.stop else "common-prefix"
+
+    def _usage(
+        self,
+        session: Session,
+        num_context: int,
+        num_decoded: int,
+        ttft: float,
+        started: float,
+        reuse: Reuse,
+        num_recomputed: int,
+    ) -> Usage:
+        total = time.perf_counter() - started
+        num_reused = min(session.num_reused, num_context)
+        with self._lock:
+            self._counts["reused"] += num_reused
+            self._counts["prefilled"] += num_context - num_reused
+            self._counts["decoded"] += num_decoded
+            self._counts["recomputed"] += num_recomputed
+        return Usage(num_context, num_reused, num_context - num_reused, num_decoded, ttft or total, total, reuse)
+
+
+def _whole(ids: Sequence[int], start: int = 0) -> Span:
+    return Span(start, start + len(ids))
+
+
+def _equal_front(a: Sequence[int], b: Sequence[int]) -> Iterator[int]:
+    for x, y in zip(a, b, strict=False):
+        if x != y:
+            return
+        yield x
+
+
+def _has_chat(recipe: Recipe) -> bool:
+    return any(turn.role for turn in recipe.turns)
+
+
+def _checked_label(label: str) -> str:
+    if not isinstance(label, str) or len(label) > MAX_LABEL_CHARS:
+        raise ConfigError(f"label must be text of at most {MAX_LABEL_CHARS} characters, got {str(label)[:80]!r}")
+    return label

@@ -1,0 +1,466 @@
+"""The engine on transformers and torch: loads a model, refuses what it cannot carry, runs tokens over pieces of KV.
+
+Two read paths. *fast*: our attention under the unmodified model, KV read where it lies. *universal*: the model's own
+attention over one contiguous copy of the past. A probe compares both with the stock forward once per model and keeps the
+first that is right; where neither is, the model is refused with the numbers.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.hub import cached_file
+
+from aaflow_langgraph.engine import attention, cache_adapter
+from aaflow_langgraph.engine.attention import FastPathRefused, Past
+from aaflow_langgraph.engine.base import Piece, Tail, chunk_spans
+from aaflow_langgraph.engine.fingerprint import DTYPES, dtype_name, make_namespace, read_cached, write_cached
+from aaflow_langgraph.engine.turns import ChatFrame
+from aaflow_langgraph.errors import ConfigError, ContextTooLong, UnsupportedModel
+from aaflow_langgraph.hashing import digest
+from aaflow_langgraph.model import KVLayout, Namespace
+
+# Mean difference of logits, relative to their spread, that a read path may show against the stock forward. In 16 bits the
+# stock forward itself moves by 0.02-0.06 when the same tokens are cut differently; a path that is wrong moves by 0.3 and more.
+_PROBE_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.15, torch.float16: 0.15}
+_PROBE_TOKENS = 40
+_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+
+
+class TransformersEngine:
+    """See ``Engine`` for the contract.
+
+    Args:
+        model: A decoder model. Its attention implementation is set to ``"aaflow"``, which outside of this engine's runs
+            behaves as ``"sdpa"``.
+        tokenizer: The model's tokenizer.
+        name: For people.
+        folder: Where the weights' files lie, when known: their digests are cached.
+        tenant: Salt of the namespace: KV is never shared between tenants.
+
+    Raises:
+        UnsupportedModel: Says which layer keeps what state, or by how much the probe missed. Way out: fail.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        name: str = "",
+        folder: Path | None = None,
+        tenant: str = "",
+    ) -> None:
+        if not isinstance(tenant, str) or len(tenant.encode(errors="replace")) > 256:
+            raise ConfigError("tenant must be text of at most 256 bytes")
+        self.model = model.eval()
+        self.tokenizer = tokenizer
+        self.frame = ChatFrame(tokenizer)
+        self.device = model.device
+        self.lock = threading.Lock()
+        self._keyword = cache_adapter.cache_keyword(model)
+        self._sliding = cache_adapter.layer_plan(model)
+        self._keeps_logits = "logits_to_keep" in inspect.signature(inspect.unwrap(type(model).forward)).parameters
+        config = model.config.get_text_config(decoder=True)
+        self.window = _window(config)
+        self.vocab_size = int(config.vocab_size)
+        restore_rotary(model)
+        self._stock_attention = model.config._attn_implementation or "eager"
+        if self._stock_attention == attention.NAME:  # the model already serves another engine
+            self._stock_attention = "sdpa"
+        self._select("universal")
+        self.layout = self._measure_layout()
+        self.read_path = self._probe(folder)
+        self.namespace: Namespace = make_namespace(
+            model,
+            tokenizer,
+            name=name or getattr(config, "name_or_path", "") or type(model).__name__,
+            folder=folder,
+            tenant=tenant,
+            read_path=self.read_path,
+        )
+        self.stop_ids = _stop_ids(model, tokenizer)
+
+    @classmethod
+    def load(
+        cls, model: str | os.PathLike[str], *, dtype: str = "auto", device: str = "auto", tenant: str = ""
+    ) -> TransformersEngine:
+        """Load a hub id or a local path.
+
+        Args:
+            model: Hub id or directory.
+            dtype: ``"float32"``, ``"bfloat16"``, ``"float16"``, or ``"auto"`` for the checkpoint's own.
+            device: ``"cpu"``, ``"cuda"``, ``"cuda:1"``, or ``"auto"`` for CUDA when there is one.
+            tenant: See the class.
+
+        Raises:
+            ConfigError: Unknown model, dtype or device. Way out: fail.
+            UnsupportedModel: See the class.
+        """
+        if dtype != "auto" and dtype not in DTYPES:
+            raise ConfigError(f"dtype must be one of auto, {', '.join(DTYPES)}, got {dtype!r}")
+        target = pick_device(device)
+        source = os.fspath(model)
+        if not source.strip():
+            raise ConfigError("model is empty; pass a hub id or a local directory")
+        try:
+            folder = _weights_folder(source)
+            tokenizer = AutoTokenizer.from_pretrained(source)
+            loaded = AutoModelForCausalLM.from_pretrained(source, dtype="auto" if dtype == "auto" else DTYPES[dtype])
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            raise ConfigError(
+                f"cannot load {source!r} as a causal language model: {_first_line(error)}. Pass a local directory written by "
+                "save_pretrained(), or the id of a model on the hub (and check that the hub is reachable)"
+            ) from error
+        torch.nn.Module.to(loaded, target)  # the method itself is wrapped without types
+        return cls(loaded, tokenizer, name=source, folder=folder, tenant=tenant)
+
+    def start(self, past: Sequence[Piece], tail: Tail, *, grid: int | None) -> _Run:
+        """See ``Engine.start``."""
+        if self.read_path == "fast":
+            return _FastRun(self, past, tail, grid)
+        return _UniversalRun(self, past, tail)
+
+    def check_fits(self, num_tokens: int, max_tokens: int = 0) -> None:
+        """Refuse a request that does not fit the model's window.
+
+        Raises:
+            ContextTooLong: With the numbers. Way out: fail.
+        """
+        if num_tokens + max_tokens > self.window:
+            raise ContextTooLong(
+                f"{num_tokens} context tokens + {max_tokens} new ones exceed the window of {self.window} tokens of "
+                f"{type(self.model).__name__}; shorten the context by {num_tokens + max_tokens - self.window} tokens or "
+                "lower max_tokens"
+            )
+
+    def check_token_ids(self, token_ids: Sequence[int]) -> tuple[int, ...]:
+        """Token ids as a tuple of plain ints.
+
+        Raises:
+            ConfigError: Empty, not ints, or outside the vocabulary; a cache or a padded batch was passed. Way out: fail.
+        """
+        cache_adapter.refuse_foreign_cache(token_ids)
+        if isinstance(token_ids, torch.Tensor):
+            if (token_ids.dim() > 1 and token_ids.shape[0] != 1) or token_ids.dim() > 2:
+                raise ConfigError(
+                    f"token ids have the shape {tuple(token_ids.shape)}: pass one sequence at a time, without padding, so that "
+                    "no pad slot is ever stored"
+                )
+            token_ids = token_ids.reshape(-1).tolist()
+        if isinstance(token_ids, str | bytes):
+            raise ConfigError("token ids are ints; for text use prefill() or generate()")
+        ids = tuple(token_ids)
+        if not ids:
+            raise ConfigError("there are no token ids; pass at least one")
+        bad = next((x for x in ids if type(x) is not int or not 0 <= x < self.vocab_size), None)
+        if bad is not None:
+            raise ConfigError(f"token id {bad!r} is not an int in [0, {self.vocab_size}), the model's vocabulary")
+        return ids
+
+    def forward(self, token_ids: Sequence[int], position: int, cache: Any) -> torch.Tensor:
+        """One stock forward at ``position`` through ``cache``; logits of the last token, ``[vocab]``."""
+        ids = torch.tensor([list(token_ids)], device=self.device)
+        positions = torch.arange(position, position + len(token_ids), device=self.device)[None]
+        arguments: dict[str, Any] = {self._keyword: cache, "use_cache": True, "position_ids": positions}
+        if self._keeps_logits:
+            arguments["logits_to_keep"] = 1
+        with torch.no_grad():
+            logits: torch.Tensor = self.model(input_ids=ids, **arguments).logits[0, -1]
+        return logits
+
+    def _measure_layout(self) -> KVLayout:
+        """Shape of the KV, read off one stock token instead of guessed from the configuration."""
+        shapes: dict[int, tuple[torch.Size, torch.Size, torch.dtype]] = {}
+
+        def note(layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            shapes[layer] = (keys.shape, values.shape, keys.dtype)
+            return keys, values
+
+        layers = [cache_adapter.UniversalLayer(n, note, lambda: 0, is_sliding=s) for n, s in enumerate(self._sliding)]
+        kind = type(self.model).__name__
+        try:
+            self.forward([0], 0, cache_adapter.as_cache(layers))
+        except (ValueError, AttributeError, NotImplementedError, TypeError, RuntimeError, IndexError) as error:
+            raise UnsupportedModel(f"{kind} does not run on a plain key/value cache: {_first_line(error)}") from error
+        missing = [number for number in range(len(layers)) if number not in shapes]
+        if missing:
+            raise UnsupportedModel(
+                f"layer {missing[0]} of {kind} writes no keys and values ({len(missing)} of {len(layers)} layers do not): its "
+                "state is recurrent, convolutional or shared and cannot be cut at a prefix; use a model whose layers are all "
+                "attention"
+            )
+        keys, _values, dtype = shapes[0]
+        for number, (k, v, d) in sorted(shapes.items()):
+            if k != v or (k, d) != (keys, dtype):
+                raise UnsupportedModel(
+                    f"layer {number} of {kind} has keys {tuple(k)} and values {tuple(v)} in {d}, layer 0 has {tuple(keys)} in "
+                    f"{dtype}: extents hold one shape for all layers, so latent or mixed layouts cannot be carried"
+                )
+        if dtype != self.model.dtype:
+            raise UnsupportedModel(
+                f"{kind} computes keys in {dtype} but is loaded in {self.model.dtype}: a quantised or mixed model's KV is not "
+                "covered by the fingerprint; load it in one dtype"
+            )
+        return KVLayout(len(layers), int(keys[1]), int(keys[3]), dtype_name(dtype), dtype.itemsize)
+
+    def _probe(self, folder: Path | None) -> str:
+        """Which read path is right for this model; cached per configuration, dtype, device and library versions."""
+        # A windowed layer differs from a full one only beyond its window, so the probe reaches beyond it.
+        config = self.model.config.get_text_config(decoder=True)
+        reach = int(getattr(config, "sliding_window", None) or 0) if any(self._sliding) else 0
+        num_tokens = min(_PROBE_TOKENS + reach, self.window, 2200)
+        key = digest(
+            "probe-1",
+            self.model.config.to_json_string(use_diff=False),
+            dtype_name(self.model.dtype),
+            self.device.type,
+            str(num_tokens),
+            torch.__version__,
+            transformers.__version__,
+        )
+        known = read_cached("probes", key) if folder else None
+        if known in ("fast", "universal"):
+            self._select(known)
+            return str(known)
+        ids = [(7919 * n + 13) % self.vocab_size for n in range(num_tokens)]
+        stock = self._stock_logits(ids)
+        spread = float(stock.float().std()) + 1e-6
+        missed: list[str] = []
+        for path in ("fast", "universal"):
+            if path == "fast" and any(self._sliding):
+                missed.append("fast: layers attend through a window")
+                continue
+            self._select(path)
+            try:
+                difference = float((self._probe_logits(path, ids) - stock).abs().mean()) / spread
+            except FastPathRefused as refused:
+                missed.append(f"fast: {refused}")
+                continue
+            if difference <= _PROBE_TOLERANCE[self.model.dtype]:
+                if folder:
+                    write_cached("probes", key, path)
+                return path
+            missed.append(f"{path}: logits differ by {difference:.2e} of their spread on average")
+        raise UnsupportedModel(
+            f"no read path of {type(self.model).__name__} equals its stock forward over {num_tokens} tokens "
+            f"({'; '.join(missed)}; allowed {_PROBE_TOLERANCE[self.model.dtype]:.0e}); its KV cannot be reused safely"
+        )
+
+    def _select(self, path: str) -> None:
+        """Put the model on the attention that ``path`` needs."""
+        wanted = attention.NAME if path == "fast" else self._stock_attention
+        if self.model.config._attn_implementation != wanted:
+            self.model.set_attn_implementation(wanted)
+
+    def _stock_logits(self, ids: list[int]) -> torch.Tensor:
+        with torch.no_grad():
+            logits: torch.Tensor = self.model(input_ids=torch.tensor([ids], device=self.device), use_cache=False).logits
+        return logits[0, -1].float()
+
+    def _probe_logits(self, path: str, ids: list[int]) -> torch.Tensor:
+        """The same logits by the read path: a first run, its tail read as a piece by a second, then token by token."""
+        cut, last = len(ids) // 2, len(ids) - 2
+        first = _HeapTail(self, 0)
+        kind: Callable[..., _Run] = _FastRun if path == "fast" else lambda e, p, t, _: _UniversalRun(e, p, t)
+        kind(self, (), first, None).prefill(ids[:cut])
+        second = _HeapTail(self, cut)
+        run = kind(self, (Piece(first.kv[..., :cut, :], 0, cut),), second, None)
+        run.prefill(ids[cut:last])
+        run.decode(ids[last])
+        return run.decode(ids[last + 1]).float()
+
+
+class _Run:
+    """Shared part of both read paths."""
+
+    def __init__(self, engine: TransformersEngine, tail: Tail) -> None:
+        self._engine = engine
+        self._tail = tail
+        self.position = tail.start + tail.length
+
+    def prefill(self, token_ids: Sequence[int]) -> torch.Tensor:
+        logits: torch.Tensor | None = None
+        start = self.position
+        for a, b in chunk_spans(start, start + len(token_ids)):
+            logits = self._step(token_ids[a - start : b - start])
+        if logits is None:
+            raise ValueError("prefill needs at least one token")
+        return logits
+
+    def decode(self, token_id: int) -> torch.Tensor:
+        return self._step((token_id,))
+
+    def _step(self, token_ids: Sequence[int]) -> torch.Tensor:
+        raise TypeError("a run is either fast or universal")
+
+
+class _FastRun(_Run):
+    """Reads pieces where they lie."""
+
+    def __init__(self, engine: TransformersEngine, past: Sequence[Piece], tail: Tail, grid: int | None) -> None:
+        super().__init__(engine, tail)
+        self._past = Past(past, tail, grid)
+        self._cache = cache_adapter.as_cache(
+            [
+                cache_adapter.FastLayer(layer, self._past.write, lambda: self.position)
+                for layer in range(engine.layout.num_layers)
+            ]
+        )
+
+    def _step(self, token_ids: Sequence[int]) -> torch.Tensor:
+        # One forward at a time per engine: two that share the cores are slower than two in turn.
+        with self._engine.lock, attention.reading(self._past), torch.no_grad():
+            self._past.begin(len(token_ids))
+            logits = self._engine.forward(token_ids, self.position, self._cache)
+        self._tail.length += len(token_ids)
+        self.position += len(token_ids)
+        return logits
+
+
+class _UniversalRun(_Run):
+    """Keeps one contiguous copy of the whole past beside the tail and hands it to the model's own attention."""
+
+    def __init__(self, engine: TransformersEngine, past: Sequence[Piece], tail: Tail) -> None:
+        super().__init__(engine, tail)
+        self._num_new = 0
+        self._all = torch.empty(
+            engine.layout.shape(_roomy(self.position)), dtype=engine.model.dtype, device=engine.device
+        )
+        for piece in past:
+            self._all[..., piece.start : piece.stop, :] = piece.kv
+        if tail.length:
+            self._all[..., tail.start : self.position, :] = tail.kv[..., : tail.length, :]
+        self._cache = cache_adapter.as_cache(
+            [
+                cache_adapter.UniversalLayer(layer, self._update, lambda: self.position, is_sliding=sliding)
+                for layer, sliding in enumerate(engine._sliding)
+            ]
+        )
+
+    def _step(self, token_ids: Sequence[int]) -> torch.Tensor:
+        with self._engine.lock, torch.no_grad():
+            self._num_new = len(token_ids)
+            self._tail.ensure(self._tail.length + self._num_new)
+            stop = self.position + self._num_new
+            if stop > self._all.shape[3]:
+                larger = self._all.new_empty(self._engine.layout.shape(_roomy(stop)))
+                larger[..., : self.position, :] = self._all[..., : self.position, :]
+                self._all = larger
+            logits = self._engine.forward(token_ids, self.position, self._cache)
+        self._tail.length += self._num_new
+        self.position = stop
+        return logits
+
+    def _update(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        stop = self.position + self._num_new
+        at = self._tail.length
+        for which, new in enumerate((keys, values)):
+            self._all[layer, which, :, self.position : stop] = new[0]
+            self._tail.kv[layer, which, :, at : at + self._num_new] = new[0]
+        return self._all[layer, 0, :, :stop][None], self._all[layer, 1, :, :stop][None]
+
+
+class _HeapTail:
+    """A tail outside any pool, for the probe."""
+
+    def __init__(self, engine: TransformersEngine, start: int) -> None:
+        self.start = start
+        self.length = 0
+        self.kv = torch.empty(engine.layout.shape(2304), dtype=engine.model.dtype, device=engine.device)
+
+    def ensure(self, num_tokens: int) -> None:
+        if num_tokens > self.kv.shape[3]:
+            raise ValueError(f"the probe's tail holds {self.kv.shape[3]} tokens, {num_tokens} asked")
+
+
+def pick_device(device: str) -> torch.device:
+    """The torch device of a name; ``"auto"`` is CUDA when there is one.
+
+    Raises:
+        ConfigError: Unknown or absent. Way out: fail.
+    """
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        picked = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {device!r}") from error
+    if picked.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {device!r}")
+    if picked.type == "cuda" and (picked.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device {device!r} is not there: torch sees {torch.cuda.device_count()} CUDA devices")
+    return picked
+
+
+def restore_rotary(model: PreTrainedModel) -> None:
+    """Put rotary frequencies back to fp32: casting a whole model to 16 bits rounds them, and with them every position."""
+    for module in model.modules():
+        rounded = [
+            name
+            for name, buffer in module.named_buffers(recurse=False)
+            if name.endswith("inv_freq") and buffer.dtype != torch.float32
+        ]
+        if not rounded:
+            continue
+        config = getattr(module, "config", None)
+        if config is None:
+            raise UnsupportedModel(
+                f"{type(module).__name__} holds rotary frequencies in {getattr(module, rounded[0]).dtype} and cannot rebuild "
+                "them; load the model with dtype=... instead of casting it"
+            )
+        fresh = dict(type(module)(config=config).named_buffers(recurse=False))
+        for name in rounded:
+            setattr(module, name, fresh[name].to(getattr(module, name).device))
+
+
+def _window(config: Any) -> int:
+    """Most tokens a sequence may have. Frequencies that change with length are exact up to the original window only."""
+    window = int(getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or 1 << 20)
+    rope = getattr(config, "rope_parameters", None) or {}
+    flat = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    for entry in flat:
+        if entry.get("rope_type") in _LENGTH_DEPENDENT_ROPE:
+            original = int(entry.get("original_max_position_embeddings") or window)
+            if original < window:
+                warnings.warn(
+                    f"rotary frequencies of type {entry['rope_type']} change beyond {original} tokens, which would change KV that "
+                    f"is already stored: the window is {original} tokens instead of {window}",
+                    stacklevel=4,
+                )
+            window = min(window, original)
+    return window
+
+
+def _stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Ids that end a generation: the generation configuration's and the tokenizer's."""
+    configured = getattr(model.generation_config, "eos_token_id", None) if model.generation_config else None
+    ids = configured if isinstance(configured, list) else [configured]
+    return frozenset(int(i) for i in (*ids, tokenizer.eos_token_id) if i is not None)
+
+
+def _weights_folder(source: str) -> Path | None:
+    """Directory of the checkpoint's files."""
+    if os.path.isdir(source):
+        return Path(source)
+    found = cached_file(source, "config.json")
+    return Path(found).parent if found else None
+
+
+def _roomy(num_tokens: int) -> int:
+    """``num_tokens`` and room to grow, in whole blocks."""
+    return (num_tokens // 256 + 2) * 256
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0][:300] if text else type(error).__name__

@@ -1,0 +1,74 @@
+"""The host pool: one pre-touched region of main memory (and, with another device, of that device's memory).
+
+Pre-touching costs once what page faults would cost in the middle of a request: writing fresh pages runs at a third to a
+quarter of the speed of touched ones.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from aaflow_langgraph.errors import ConfigError
+from aaflow_langgraph.model import Tier
+from aaflow_langgraph.pool.arena import ALIGNMENT_BYTES, Allocation, Arena
+
+
+class HostPool:
+    """A pool in main memory. See ``Pool`` for the contract.
+
+    Raises:
+        ConfigError: ``capacity_bytes`` is below one alignment unit or more than the machine gives. Way out: fail.
+    """
+
+    tier: Tier = "host"
+
+    def __init__(self, capacity_bytes: int, *, device: torch.device | str = "cpu") -> None:
+        if type(capacity_bytes) is not int or capacity_bytes < ALIGNMENT_BYTES:
+            raise ConfigError(f"pool_bytes must be an int of at least {ALIGNMENT_BYTES}, got {capacity_bytes!r}")
+        self._arena = Arena(capacity_bytes)
+        try:
+            self._bytes = torch.zeros(self._arena.capacity_bytes, dtype=torch.uint8, device=device)
+            self._bytes.fill_(1)  # zeros() may map one shared page; writing makes every page ours
+        except RuntimeError as error:  # torch raises RuntimeError for out of memory, on every device
+            raise ConfigError(
+                f"cannot take {capacity_bytes} bytes on {device} for the pool; pass a smaller pool_bytes"
+            ) from error
+
+    @property
+    def capacity_bytes(self) -> int:
+        return self._arena.capacity_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        return self._arena.used_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        return self._arena.peak_bytes
+
+    def reserve(self, num_bytes: int) -> Allocation | None:
+        return self._arena.reserve(num_bytes)
+
+    def shrink(self, allocation: Allocation, num_bytes: int) -> Allocation:
+        return self._arena.shrink(allocation, num_bytes)
+
+    def free(self, allocation: Allocation) -> None:
+        self._arena.free(allocation)
+
+    def is_live(self, allocation: Allocation) -> bool:
+        return self._arena.is_live(allocation)
+
+    def tensor(self, allocation: Allocation, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if num_bytes > allocation.num_bytes:
+            raise ValueError(f"{shape} of {dtype} needs {num_bytes} bytes, the allocation has {allocation.num_bytes}")
+        return self._bytes[allocation.offset : allocation.offset + num_bytes].view(dtype).view(shape)
+
+    def check(self) -> list[str]:
+        return self._arena.check()
+
+    def close(self) -> None:
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._arena = Arena(0)
