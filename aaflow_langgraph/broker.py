@@ -666,8 +666,8 @@ class KVBroker:
         recipe = self._recipes.get(coerced.kv_id)
         if recipe is None:
             raise RecipeMissing(
-                f"no recipe is known for handle {coerced.kv_label or coerced.kv_id[:12]!r} ({coerced.kv_tokens} tokens): it was made by "
-                "a broker that is gone, or it is forged. Run the node that wrote it again; recipes live as long as the broker "
+                f"no recipe is known for handle {coerced.kv_label or coerced.kv_id[:12]!r} ({coerced.kv_tokens} tokens): it was "
+                "made by a broker that is gone, or it is forged. Run the node that wrote it again; recipes live as long as the broker "
                 "that made them"
             )
         if recipe.stop != coerced.kv_tokens:

@@ -27,18 +27,18 @@ SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>")
 VOCAB = 320
 
 _SHARED: dict[str, Any] = {
-    vocab_size=VOCAB,
-    hidden_size=64,
-    intermediate_size=128,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=4096,
-    bos_token_id=None,
-    eos_token_id=None,
-    pad_token_id=None,
-    tie_word_embeddings=False,
-)
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    "tie_word_embeddings": False,
+}
 
 
 def tokenizer(template: str | None = CHATML) -> PreTrainedTokenizerFast:
@@ -75,7 +75,15 @@ def config(kind: str, **changes: Any) -> Any:
     if kind == "phi":
         return PhiConfig(**{**shared, "partial_rotary_factor": 0.5})
     if kind == "gpt2":
-        return GPT2Config(vocab_size=shared["vocab_size"], n_embd=64, n_layer=3, n_head=4, n_positions=shared["max_position_embeddings"], bos_token_id=None, eos_token_id=None)
+        return GPT2Config(
+            vocab_size=VOCAB,
+            n_embd=64,
+            n_layer=3,
+            n_head=4,
+            n_positions=shared["max_position_embeddings"],
+            bos_token_id=None,
+            eos_token_id=None,
+        )
     raise ValueError(kind)
 
 
