@@ -10,10 +10,12 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from typing import Any
+
+import torch
 
 from aaflow_langgraph.engine.cache_adapter import refuse_foreign_cache
 from aaflow_langgraph.engine.sampling import Sampling, choose, log_probability
@@ -27,7 +29,7 @@ from aaflow_langgraph.errors import (
 )
 from aaflow_langgraph.evict.lru import least_recently_used
 from aaflow_langgraph.generation import TextStream, derive_seed, make_generator
-from aaflow_langgraph.handle import MAX_LABEL_CHARS, KVHandle, make_preview
+from aaflow_langgraph.handle import MAX_LABEL_CHARS, KVHandle, is_unicode, make_preview
 from aaflow_langgraph.hashing import prefix_id
 from aaflow_langgraph.index.base import Index
 from aaflow_langgraph.index.memory import MemoryIndex
@@ -157,6 +159,7 @@ class KVBroker:
         Raises:
             MalformedHandle, IncompatibleHandle, RecipeMissing: As in ``append``.
         """
+        refuse_foreign_cache(handle)
         coerced = KVHandle.coerce(handle)
         self._known(coerced)
         return coerced if label is None else replace(coerced, kv_label=_checked_label(label))
@@ -250,11 +253,12 @@ class KVBroker:
             seed_path=seed_path,
             cancel=cancel,
         )
-        for event in stream:
-            if isinstance(event, Generation):
-                return event
-            if on_token is not None:
-                on_token(event)
+        with closing(stream):  # also when ``on_token`` raises: leases end with the request, not with its traceback
+            for event in stream:
+                if isinstance(event, Generation):
+                    return event
+                if on_token is not None:
+                    on_token(event)
         raise RuntimeError("a stream ended without its generation")
 
     def stream(
@@ -269,13 +273,17 @@ class KVBroker:
         deterministic: bool = False,
         seed_path: str = "",
         cancel: threading.Event | None = None,
-    ) -> Iterator[TokenDelta | Generation]:
+    ) -> Generator[TokenDelta | Generation, None, None]:
         """``generate`` as an iterator: every ``TokenDelta`` as it is known, then the ``Generation``.
 
         Input is checked at the first ``next``. Closing the iterator early stops the request; nothing is published.
         """
         started = time.perf_counter()
-        sampling = sampling or Sampling()
+        sampling = Sampling() if sampling is None else sampling
+        if not isinstance(sampling, Sampling):
+            raise ConfigError(
+                f"sampling must be a Sampling, got {type(sampling).__name__}; write Sampling(max_tokens=...)"
+            )
         known = None if parent is None else self._known(parent)
         prompt = check_text(prompt, "the prompt")
         extension = self._extend(known, role, prompt, what="the prompt", raw=raw, generate=True)
@@ -335,6 +343,19 @@ class KVBroker:
             logprobs=tuple(logprobs) if sampling.logprobs else None,
         )
 
+    def first_logits(self, handle: HandleLike, token_ids: Sequence[int]) -> torch.Tensor:
+        """Logits ``[vocab]`` after ``handle`` and ``token_ids``; nothing is published. What time to first token is made of.
+
+        Raises:
+            ConfigError, ContextTooLong, MalformedHandle, IncompatibleHandle, RecipeMissing: As in ``append``.
+        """
+        parent = self._known(handle)
+        ids = self._sequence(parent.kv_id).token_ids + self.engine.check_token_ids(token_ids)
+        self.engine.check_fits(len(ids))
+        with self._session(False, None) as session:
+            self._begin(session, parent, ids, parent.stop, 0, False)
+            return session.prefill(len(ids))
+
     # ---------------------------------------------------------------- leases, recipes, inspection
 
     def lease(self, handle: HandleLike) -> Receipt:
@@ -348,7 +369,13 @@ class KVBroker:
         return self._store.match(sequence, len(sequence.token_ids), borders=self._borders(recipe)).receipt
 
     def release(self, receipt: Receipt) -> bool:
-        """Give a lease back. False when it had run out or was given back before; nothing of others is ever freed (I9)."""
+        """Give a lease back. False when it had run out or was given back before; nothing of others is ever freed (I9).
+
+        Raises:
+            ConfigError: ``receipt`` is none. Way out: fail.
+        """
+        if not isinstance(receipt, Receipt):
+            raise ConfigError(f"release() takes the receipt that lease() returned, got {type(receipt).__name__}")
         return self._store.index.release(receipt)
 
     def recipe(self, handle: HandleLike) -> Recipe:
@@ -369,6 +396,8 @@ class KVBroker:
 
     def check(self) -> list[Finding]:
         """Every violated invariant that can be seen; an empty list when all is well. Reads all bytes once."""
+        if self._closed:
+            return []
         found = self._store.check()
         for recipe in list(self._recipes.values()):
             sequence = self._sequence(recipe.kv_id)
@@ -470,6 +499,10 @@ class KVBroker:
             stop.set()
             raise
 
+    async def afirst_logits(self, handle: HandleLike, token_ids: Sequence[int]) -> torch.Tensor:
+        """Async ``first_logits``."""
+        return await asyncio.to_thread(self.first_logits, handle, token_ids)
+
     async def alease(self, handle: HandleLike) -> Receipt:
         """Async ``lease``."""
         return await asyncio.to_thread(self.lease, handle)
@@ -531,8 +564,7 @@ class KVBroker:
         Returns the hashed sequence and how many tokens had to be recomputed. Unless ``whole``, the last token is left to
         run: its logits are needed.
         """
-        if self._closed:
-            raise ConfigError("this broker is closed; open another one")
+        self._check_open()
         base = self._sequence(parent.kv_id) if parent else TokenSequence((), ())
         known_hashes = base.hashes[: num_shared // 256]
         sequence = self._store.sequence(ids, known_hashes)
@@ -573,6 +605,8 @@ class KVBroker:
     @contextmanager
     def _session(self, deterministic: bool, cancel: threading.Event | None) -> Iterator[Session]:
         def tick() -> None:
+            if self._closed:
+                raise Cancelled("the broker was closed while the request ran; nothing was published")
             if cancel is not None and cancel.is_set():
                 raise Cancelled("the generation was cancelled before its next forward; nothing was published")
 
@@ -657,6 +691,7 @@ class KVBroker:
         """The recipe behind anything that claims to be a handle."""
         refuse_foreign_cache(handle)
         coerced = KVHandle.coerce(handle)
+        self._check_open()
         if coerced.kv_namespace != self.namespace.digest:
             raise IncompatibleHandle(
                 f"handle {coerced.kv_label or coerced.kv_id[:12]!r} belongs to namespace {coerced.kv_namespace[:12]}, this broker "
@@ -667,14 +702,18 @@ class KVBroker:
         if recipe is None:
             raise RecipeMissing(
                 f"no recipe is known for handle {coerced.kv_label or coerced.kv_id[:12]!r} ({coerced.kv_tokens} tokens): it was "
-                "made by a broker that is gone, or it is forged. Run the node that wrote it again; recipes live as long as the broker "
-                "that made them"
+                "made by a broker that is gone, or it is forged. Run the node that wrote it again; recipes live as long as the "
+                "broker that made them"
             )
         if recipe.stop != coerced.kv_tokens:
             raise IncompatibleHandle(
                 f"handle {coerced.kv_id[:12]!r} claims {coerced.kv_tokens} tokens, its recipe has {recipe.stop}: it was altered"
             )
         return recipe
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ConfigError("this broker is closed; open another one")
 
     def _sequence(self, kv_id: str) -> TokenSequence:
         """Token ids and block hashes of a known recipe, put together along its parents."""
@@ -758,6 +797,8 @@ def _has_chat(recipe: Recipe) -> bool:
 
 
 def _checked_label(label: str) -> str:
-    if not isinstance(label, str) or len(label) > MAX_LABEL_CHARS:
-        raise ConfigError(f"label must be text of at most {MAX_LABEL_CHARS} characters, got {str(label)[:80]!r}")
+    if not isinstance(label, str) or len(label) > MAX_LABEL_CHARS or not is_unicode(label):
+        raise ConfigError(
+            f"label must be Unicode text of at most {MAX_LABEL_CHARS} characters, got {ascii(label)[:80]}"
+        )
     return label

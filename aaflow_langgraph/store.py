@@ -70,8 +70,14 @@ class ExtentStore:
 
     def piece(self, record: ExtentRecord, start: int, stop: int) -> Piece:
         """A view of part of an extent."""
-        kv = self.pool.tensor(record.allocation, self.dtype, self.layout.shape(len(record.token_ids)))
+        kv = self.tensor(record.allocation, len(record.token_ids))
         return Piece(kv[..., start - record.start : stop - record.start, :], start, stop)
+
+    def tensor(self, allocation: Allocation, num_tokens: int) -> torch.Tensor:
+        """The allocation as ``[L, 2, H, num_tokens, D]``. Tokens are laid out in even numbers, so that a head's keys split
+        into two equal halves without a copy (attention.py, products).
+        """
+        return self._rows(allocation, num_tokens)[..., :num_tokens, :]
 
     def verify(self, receipt: Receipt, records: Sequence[ExtentRecord]) -> Receipt:
         """Renew a lease and make sure that every byte read under it was still its extent's.
@@ -85,7 +91,7 @@ class ExtentStore:
 
     def reserve(self, num_tokens: int) -> Allocation | None:
         """Room for ``num_tokens`` tokens, by eviction if need be; None when leases leave too little."""
-        need = self.layout.num_bytes(num_tokens)
+        need = self.layout.num_bytes(even(num_tokens))
         with self._lock:
             allocation = self.pool.reserve(need)
             if allocation is not None or need > self.pool.capacity_bytes:
@@ -109,7 +115,8 @@ class ExtentStore:
         parent: int | None,
     ) -> tuple[ExtentRecord, Receipt]:
         """Make finished bytes visible as the extent ``[start, stop)``; an equal one that is there already wins (I8)."""
-        kv = self.pool.tensor(allocation, self.dtype, self.layout.shape(stop - start))
+        rows = self._rows(allocation, stop - start)
+        rows[..., stop - start :, :] = 0
         record = ExtentRecord(
             extent_id=self.index.next_extent_id(),
             start=start,
@@ -119,7 +126,7 @@ class ExtentStore:
             canonical_stop=canonical_stop,
             parent=parent,
             allocation=allocation,
-            checksum=checksum(kv),
+            checksum=checksum(rows),
         )
         with self._lock:
             kept, receipt = self.index.put(record, LEASE_S)
@@ -135,7 +142,7 @@ class ExtentStore:
     def shrink(self, allocation: Allocation, num_tokens: int) -> Allocation:
         """Keep room for ``num_tokens`` tokens."""
         with self._lock:
-            return self.pool.shrink(allocation, self.layout.num_bytes(num_tokens))
+            return self.pool.shrink(allocation, self.layout.num_bytes(even(num_tokens)))
 
     def evict(self, sequence: TokenSequence, borders: Sequence[int]) -> int:
         """Forget the extents of a sequence, last first, until one is leased or somebody else builds on it; bytes freed."""
@@ -183,15 +190,17 @@ class ExtentStore:
                         Finding("I8", f"{where} shares its bytes with extent {ranges[record.allocation.offset]}")
                     )
                 ranges[record.allocation.offset] = record.extent_id
-                kv = self.pool.tensor(record.allocation, self.dtype, self.layout.shape(len(record.token_ids)))
-                if checksum(kv) != record.checksum:
+                if not self.intact(record):
                     found.append(Finding("I5", f"the bytes of {where} changed since they were published"))
             return found
 
     def intact(self, record: ExtentRecord) -> bool:
         """Do an extent's bytes still have the checksum they were published with?"""
-        kv = self.pool.tensor(record.allocation, self.dtype, self.layout.shape(len(record.token_ids)))
-        return checksum(kv) == record.checksum
+        return checksum(self._rows(record.allocation, len(record.token_ids))) == record.checksum
+
+    def _rows(self, allocation: Allocation, num_tokens: int) -> torch.Tensor:
+        """The allocation's tensor with the row that rounds its tokens up."""
+        return self.pool.tensor(allocation, self.dtype, self.layout.shape(even(num_tokens)))
 
     def _evict(self, extent_id: int) -> int:
         record = self.index.remove(extent_id)
@@ -243,7 +252,7 @@ class PoolTail:
         """
         start, stop = self.start + skip, self.start + self.length
         if skip == 0 and self._allocation is not None:
-            if self.length < self.kv.shape[3]:
+            if even(self.length) < self.kv.shape[3]:
                 self._compact()
             allocation = self._store.shrink(self._allocation, self.length)
         else:
@@ -252,7 +261,7 @@ class PoolTail:
             if reserved is None:
                 return None
             allocation = reserved
-            target = self._store.pool.tensor(allocation, self._store.dtype, self._store.layout.shape(stop - start))
+            target = self._store.tensor(allocation, stop - start)
             target.copy_(self.kv[..., skip : self.length, :])
             self.drop()
         self._allocation = None
@@ -268,13 +277,14 @@ class PoolTail:
 
         Layer by layer through a copy: a layer's target ends before the next layer's source begins.
         """
-        flat = self.kv.view(-1)
-        size = self.kv[0].numel() // self.kv.shape[3] * self.length
+        flat, rows = self.kv.view(-1), even(self.length)
+        size = self.kv[0].numel() // self.kv.shape[3] * rows
         for layer in range(self.kv.shape[0]):
-            flat[layer * size : (layer + 1) * size] = self.kv[layer, :, :, : self.length].reshape(-1).clone()
+            flat[layer * size : (layer + 1) * size] = self.kv[layer, :, :, :rows].reshape(-1).clone()
 
     def _take(self, num_tokens: int) -> torch.Tensor:
         store = self._store
+        num_tokens = even(num_tokens)
         shape = store.layout.shape(num_tokens)
         self._allocation = store.reserve(num_tokens)
         if self._allocation is not None:
@@ -288,6 +298,11 @@ class PoolTail:
             self._store.free(allocation)
         if heap_bytes:
             self._store.note_overflow(-heap_bytes)
+
+
+def even(num_tokens: int) -> int:
+    """``num_tokens`` rounded up to a multiple of two."""
+    return num_tokens + num_tokens % 2
 
 
 def checksum(kv: torch.Tensor) -> str:

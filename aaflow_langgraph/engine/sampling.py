@@ -37,15 +37,15 @@ class Sampling:
     def __post_init__(self) -> None:
         if type(self.max_tokens) is not int or self.max_tokens < 1:
             raise ConfigError(f"max_tokens must be an int of at least 1, got {self.max_tokens!r}")
-        if isinstance(self.temperature, bool) or not 0.0 <= self.temperature <= 100.0:
+        if type(self.temperature) not in (int, float) or not 0.0 <= self.temperature <= 100.0:
             raise ConfigError(f"temperature must lie in [0, 100], got {self.temperature!r}")
         if type(self.top_k) is not int or self.top_k < 0:
             raise ConfigError(f"top_k must be an int of at least 0 (0 keeps all tokens), got {self.top_k!r}")
-        if isinstance(self.top_p, bool) or not 0.0 < self.top_p <= 1.0:
+        if type(self.top_p) not in (int, float) or not 0.0 < self.top_p <= 1.0:
             raise ConfigError(f"top_p must lie in (0, 1], got {self.top_p!r}")
         if self.seed is not None and (type(self.seed) is not int or not 0 <= self.seed < 1 << 63):
             raise ConfigError(f"seed must be None or an int in [0, 2**63), got {self.seed!r}")
-        if isinstance(self.stop, str) or not all(isinstance(s, str) and s for s in self.stop):
+        if not isinstance(self.stop, list | tuple) or not all(isinstance(s, str) and s for s in self.stop):
             raise ConfigError(f"stop must be a tuple of non-empty strings, got {self.stop!r}")
         object.__setattr__(self, "stop", tuple(self.stop))
 

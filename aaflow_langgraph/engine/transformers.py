@@ -11,12 +11,14 @@ import inspect
 import os
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file
 
@@ -26,6 +28,7 @@ from aaflow_langgraph.engine.base import Piece, Tail, chunk_spans
 from aaflow_langgraph.engine.fingerprint import DTYPES, dtype_name, make_namespace, read_cached, write_cached
 from aaflow_langgraph.engine.turns import ChatFrame
 from aaflow_langgraph.errors import ConfigError, ContextTooLong, UnsupportedModel
+from aaflow_langgraph.handle import is_unicode
 from aaflow_langgraph.hashing import digest
 from aaflow_langgraph.model import KVLayout, Namespace
 
@@ -60,8 +63,8 @@ class TransformersEngine:
         folder: Path | None = None,
         tenant: str = "",
     ) -> None:
-        if not isinstance(tenant, str) or len(tenant.encode(errors="replace")) > 256:
-            raise ConfigError("tenant must be text of at most 256 bytes")
+        if not isinstance(tenant, str) or not is_unicode(tenant) or len(tenant.encode()) > 256:
+            raise ConfigError("tenant must be valid Unicode text of at most 256 bytes")
         self.model = model.eval()
         self.tokenizer = tokenizer
         self.frame = ChatFrame(tokenizer)
@@ -69,7 +72,7 @@ class TransformersEngine:
         self.lock = threading.Lock()
         self._keyword = cache_adapter.cache_keyword(model)
         self._sliding = cache_adapter.layer_plan(model)
-        self._keeps_logits = "logits_to_keep" in inspect.signature(inspect.unwrap(type(model).forward)).parameters
+        self.keeps_logits = "logits_to_keep" in inspect.signature(inspect.unwrap(type(model).forward)).parameters
         config = model.config.get_text_config(decoder=True)
         self.window = _window(config)
         self.vocab_size = int(config.vocab_size)
@@ -109,20 +112,30 @@ class TransformersEngine:
         if dtype != "auto" and dtype not in DTYPES:
             raise ConfigError(f"dtype must be one of auto, {', '.join(DTYPES)}, got {dtype!r}")
         target = pick_device(device)
-        source = os.fspath(model)
-        if not source.strip():
-            raise ConfigError("model is empty; pass a hub id or a local directory")
+        source = os.fspath(model) if isinstance(model, str | os.PathLike) else ""
+        if not isinstance(source, str) or not source.strip():
+            raise ConfigError(f"model must be a hub id or a local directory, got {model!r}")
         try:
             folder = _weights_folder(source)
             tokenizer = AutoTokenizer.from_pretrained(source)
             loaded = AutoModelForCausalLM.from_pretrained(source, dtype="auto" if dtype == "auto" else DTYPES[dtype])
-        except (OSError, ValueError, KeyError, ImportError) as error:
+        except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
             raise ConfigError(
                 f"cannot load {source!r} as a causal language model: {_first_line(error)}. Pass a local directory written by "
                 "save_pretrained(), or the id of a model on the hub (and check that the hub is reachable)"
             ) from error
         torch.nn.Module.to(loaded, target)  # the method itself is wrapped without types
         return cls(loaded, tokenizer, name=source, folder=folder, tenant=tenant)
+
+    @contextmanager
+    def stock_attention(self) -> Iterator[None]:
+        """Run the model with its own attention inside, for baselines. Holds the engine's lock."""
+        with self.lock:
+            self._select("universal")
+            try:
+                yield
+            finally:
+                self._select(self.read_path)
 
     def start(self, past: Sequence[Piece], tail: Tail, *, grid: int | None) -> _Run:
         """See ``Engine.start``."""
@@ -159,7 +172,10 @@ class TransformersEngine:
             token_ids = token_ids.reshape(-1).tolist()
         if isinstance(token_ids, str | bytes):
             raise ConfigError("token ids are ints; for text use prefill() or generate()")
-        ids = tuple(token_ids)
+        try:
+            ids = tuple(token_ids)
+        except TypeError as error:
+            raise ConfigError(f"token ids are a sequence of ints, got {type(token_ids).__name__}") from error
         if not ids:
             raise ConfigError("there are no token ids; pass at least one")
         bad = next((x for x in ids if type(x) is not int or not 0 <= x < self.vocab_size), None)
@@ -172,7 +188,7 @@ class TransformersEngine:
         ids = torch.tensor([list(token_ids)], device=self.device)
         positions = torch.arange(position, position + len(token_ids), device=self.device)[None]
         arguments: dict[str, Any] = {self._keyword: cache, "use_cache": True, "position_ids": positions}
-        if self._keeps_logits:
+        if self.keeps_logits:
             arguments["logits_to_keep"] = 1
         with torch.no_grad():
             logits: torch.Tensor = self.model(input_ids=ids, **arguments).logits[0, -1]

@@ -1,0 +1,82 @@
+"""``aaflow``: measure and look. Every subcommand's last line on stdout is one JSON document; the rest goes to stderr."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a subcommand; the exit code is 0, or 2 with one line on stderr when the input is wrong."""
+    # Spinning OpenMP threads make a decode step up to 30 times slower when another process wants the core; torch reads
+    # this once, at import.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    arguments = _parser().parse_args(argv)
+    from aaflow_langgraph.errors import AAFlowError
+
+    try:
+        return _bench(arguments)
+    except AAFlowError as error:
+        sys.stderr.write(f"aaflow: {error}\n")
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="aaflow", description="KV handles for LangGraph: measure and look.")
+    parser.add_argument("--version", action="version", version=f"aaflow-langgraph {version('aaflow-langgraph')}")
+    commands = parser.add_subparsers(dest="command", required=True)
+    bench = commands.add_parser("bench", help="measure on this machine").add_subparsers(dest="bench", required=True)
+    ttft = bench.add_parser("ttft", help="time to first token: reuse against re-prefill and against the bound")
+    fork = bench.add_parser("fork", help="what a fork costs in time and bytes")
+    for command in (ttft, fork):
+        command.add_argument("--model", default=None, help="hub id or directory (default: the demo model)")
+        command.add_argument("--dtype", default="auto", help="float32, bfloat16, float16 or auto (the checkpoint's)")
+        command.add_argument("--device", default="auto", help="cpu, cuda, cuda:N or auto")
+    ttft.add_argument(
+        "--contexts", type=_counts, default=None, help="comma-separated; default 1024,4096,7777 and the longest"
+    )
+    ttft.add_argument("--rounds", type=_rounds, default=5, help="interleaved rounds, at least 5 (default 5)")
+    fork.add_argument("--context", type=_count, default=8192, help="context tokens (default 8192, cut to the window)")
+    return parser
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    import torch
+    import transformers
+
+    from aaflow_langgraph.assets import demo_model
+    from aaflow_langgraph.bench import fork, ttft
+    from aaflow_langgraph.engine.transformers import TransformersEngine
+
+    engine = TransformersEngine.load(arguments.model or demo_model(), dtype=arguments.dtype, device=arguments.device)
+    if arguments.bench == "fork":
+        fork.report(fork.run(engine, arguments.context))
+        return 0
+    versions = {
+        "aaflow-langgraph": version("aaflow-langgraph"),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+    ttft.report(ttft.run(engine, arguments.contexts, arguments.rounds), engine, arguments.rounds, versions)
+    return 0
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return int(text)
+
+
+def _counts(text: str) -> list[int]:
+    return [_count(part.strip()) for part in text.split(",")]
+
+
+def _rounds(text: str) -> int:
+    if _count(text) < 5:
+        raise argparse.ArgumentTypeError(
+            "a median of fewer than 5 rounds says little on a noisy machine; pass at least 5"
+        )
+    return int(text)
