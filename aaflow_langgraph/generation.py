@@ -63,7 +63,7 @@ class TextStream:
         safe = len(self._decoded)
         if not (self.stopped or final):
             for s in self._stop:
-                for size in range(min(len(s) - 1, safe), 0, -1):
+                for size in range(min(len(s) - 1, len(self._decoded)), 0, -1):
                     if self._decoded.endswith(s[:size]):
                         safe = min(safe, len(self._decoded) - size)
                         break

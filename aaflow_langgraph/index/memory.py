@@ -67,9 +67,12 @@ class MemoryIndex:
 
     def renew(self, receipt: Receipt, lease_s: float) -> Receipt:
         with self._lock:
-            if receipt.lease_id not in self._leases:
+            known = self._leases.get(receipt.lease_id)
+            if known is None:
                 raise LeaseExpired(f"lease on {len(receipt.extent_ids)} extents is gone: it ran out or was released")
-            renewed = Receipt(receipt.lease_id, receipt.extent_ids, self._clock() + lease_s)
+            renewed = replace(
+                known, deadline_s=self._clock() + lease_s
+            )  # its own extents, not the receipt's claim (I9)
             self._leases[receipt.lease_id] = renewed
             return renewed
 

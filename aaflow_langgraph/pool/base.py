@@ -54,4 +54,6 @@ class Pool(Protocol):
         """Violated invariants, in words; empty when all is well."""
 
     def close(self) -> None:
-        """Give the memory back. Idempotent."""
+        """Give the memory back. Idempotent. Afterwards ``reserve`` answers None, capacity and use are 0, ``free`` still works
+        and views that were handed out before stay readable as long as they live.
+        """

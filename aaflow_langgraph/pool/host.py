@@ -28,6 +28,7 @@ class HostPool:
         if type(capacity_bytes) is not int or capacity_bytes < ALIGNMENT_BYTES:
             raise ConfigError(f"pool_bytes must be an int of at least {ALIGNMENT_BYTES}, got {capacity_bytes!r}")
         self._arena = Arena(capacity_bytes)
+        self._closed = False
         try:
             self._bytes = torch.zeros(self._arena.capacity_bytes, dtype=torch.uint8, device=device)
             self._bytes.fill_(1)  # zeros() may map one shared page; writing makes every page ours
@@ -38,18 +39,18 @@ class HostPool:
 
     @property
     def capacity_bytes(self) -> int:
-        return self._arena.capacity_bytes
+        return 0 if self._closed else self._arena.capacity_bytes
 
     @property
     def used_bytes(self) -> int:
-        return self._arena.used_bytes
+        return 0 if self._closed else self._arena.used_bytes
 
     @property
     def peak_bytes(self) -> int:
         return self._arena.peak_bytes
 
     def reserve(self, num_bytes: int) -> Allocation | None:
-        return self._arena.reserve(num_bytes)
+        return None if self._closed else self._arena.reserve(num_bytes)
 
     def shrink(self, allocation: Allocation, num_bytes: int) -> Allocation:
         return self._arena.shrink(allocation, num_bytes)
@@ -61,6 +62,8 @@ class HostPool:
         return self._arena.is_live(allocation)
 
     def tensor(self, allocation: Allocation, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        if self._closed:
+            raise ValueError("the pool is closed")
         num_bytes = math.prod(shape) * dtype.itemsize
         if num_bytes > allocation.num_bytes:
             raise ValueError(f"{shape} of {dtype} needs {num_bytes} bytes, the allocation has {allocation.num_bytes}")
@@ -70,5 +73,6 @@ class HostPool:
         return self._arena.check()
 
     def close(self) -> None:
+        # The bookkeeping stays: a request that still runs gives its ranges back into it, its views keep the memory until then.
+        self._closed = True
         self._bytes = torch.empty(0, dtype=torch.uint8)
-        self._arena = Arena(0)
