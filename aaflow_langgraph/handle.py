@@ -58,8 +58,8 @@ class KVHandle:
             raise MalformedHandle(f"kv_exact must be true or false, got {_shown(self.kv_exact)}")
         for name, limit in (("kv_label", MAX_LABEL_CHARS), ("kv_preview", MAX_PREVIEW_CHARS)):
             value = getattr(self, name)
-            if not isinstance(value, str) or len(value) > limit:
-                raise MalformedHandle(f"{name} must be text of at most {limit} characters, got {_shown(value)}")
+            if not isinstance(value, str) or len(value) > limit or not is_unicode(value):
+                raise MalformedHandle(f"{name} must be Unicode text of at most {limit} characters, got {_shown(value)}")
 
     @classmethod
     def coerce(cls, value: Any) -> KVHandle:
@@ -97,7 +97,16 @@ def make_preview(text: str) -> str:
     return f"{words[:half].rstrip()} … {words[-half:].lstrip()}"
 
 
+def is_unicode(text: str) -> bool:
+    """Can ``text`` be serialised? A lone surrogate cannot."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _shown(value: Any) -> str:
     """``value`` for an error message: type and at most 40 characters."""
-    shown = repr(value)
+    shown = ascii(value) if isinstance(value, str) and not is_unicode(value) else repr(value)
     return f"{type(value).__name__} {shown if len(shown) <= 40 else shown[:37] + '...'}"

@@ -180,23 +180,31 @@ class Session:
                 self._rebuild(tail)
 
     def _rebuild(self, tail: PoolTail) -> None:
-        """Lease or recompute everything in front of the tail."""
+        """Lease or recompute everything in front of the tail's own tokens.
+
+        What was copied to the front of the tail may have been read from lost bytes as well and is made again.
+        """
         self._release()
-        if self._num_copied:  # the copied part may have been read from lost bytes as well
-            raise LeaseExpired("canonical blocks were lost while they were copied; the request starts over")
-        stop = 0
-        self._pieces = []
-        if self.num_failures < _MAX_FAILURES:
-            match = self._lease(tail.start)
-            stop = match.stop
+        stop = tail.start + self._num_copied
+        match = Match((), 0, Receipt("", (), 0.0)) if self.num_failures >= _MAX_FAILURES else self._lease(stop)
+        self._parent = match.parts[-1][0].extent_id if match.parts else None
+        if self._canonical:
+            start = match.stop // GRID_TOKENS * GRID_TOKENS
+            self._pieces = self._grid_pieces(match, start)
+        else:
+            start = match.stop
             self._pieces = [self._store.piece(*part) for part in match.parts]
-            self._parent = match.parts[-1][0].extent_id if match.parts else None
-        if stop < tail.start:
-            own = PoolTail(self._store, stop, tail.start - stop)
+        if start < stop:
+            own = PoolTail(self._store, start, stop - start)
             self._owned.append(own)
-            run = self._engine.start(self._pieces, own, grid=self._grid)
-            run.prefill(self._sequence.token_ids[stop : tail.start])
-            self._pieces.append(Piece(own.kv[..., : own.length, :], stop, tail.start))
+            self._copy(match, own, match.stop)
+            if match.stop < stop:
+                run = self._engine.start(self._pieces, own, grid=self._grid)
+                run.prefill(self._sequence.token_ids[match.stop : stop])
+            step = GRID_TOKENS if self._canonical else tail.start - start
+            for at in range(start, tail.start, step or 1):
+                self._pieces.append(Piece(own.kv[..., at - start : at - start + step, :], at, at + step))
+            tail.kv[..., : self._num_copied, :] = own.kv[..., tail.start - start : stop - start, :]
         self._run = self._engine.start(self._pieces, tail, grid=self._grid)
 
     def _lease(self, limit: int) -> Match:
