@@ -18,6 +18,7 @@ from rich.console import Console
 
 from aaflow_langgraph import _wheel, assets
 from aaflow_langgraph.errors import CapacityError, ConfigError, IntegrityError
+from tests.real import real_cache  # noqa: F401
 
 PREFIX = "toy_docs/data/"
 
@@ -289,13 +290,13 @@ def test_a_failed_conversion_says_what_to_do(
 
 
 @pytest.mark.slow
-def test_the_factbook_holds_256_country_files() -> None:
+def test_the_factbook_holds_256_country_files(real_cache: None) -> None:
     folder = assets.factbook(progress=False)
     assert len(list(folder.glob("*/*.json"))) == 256
 
 
 @pytest.mark.slow
-def test_the_demo_model_loads_in_bf16_with_its_chat_template() -> None:
+def test_the_demo_model_loads_in_bf16_with_its_chat_template(real_cache: None) -> None:
     from transformers import AutoConfig, AutoTokenizer
 
     folder = assets.demo_model(progress=False)
