@@ -1,0 +1,40 @@
+"""LangGraph side: channels that hold handles, nodes that pass them, serialisers that let them through.
+
+Names load on first use, so that importing a channel does not import torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from aaflow_langgraph.graph.channels import KVBranches as KVBranches
+    from aaflow_langgraph.graph.channels import KVChannel as KVChannel
+    from aaflow_langgraph.graph.nodes import KVNode as KVNode
+    from aaflow_langgraph.graph.nodes import generate_node as generate_node
+    from aaflow_langgraph.graph.nodes import prefill_node as prefill_node
+    from aaflow_langgraph.graph.rejected import RejectedWrite as RejectedWrite
+    from aaflow_langgraph.graph.rejected import rejected_writes as rejected_writes
+    from aaflow_langgraph.graph.serde import MSGPACK_ALLOWLIST as MSGPACK_ALLOWLIST
+    from aaflow_langgraph.graph.serde import handle_serializer as handle_serializer
+
+_HOMES = {
+    "KVBranches": "channels",
+    "KVChannel": "channels",
+    "KVNode": "nodes",
+    "MSGPACK_ALLOWLIST": "serde",
+    "RejectedWrite": "rejected",
+    "generate_node": "nodes",
+    "handle_serializer": "serde",
+    "prefill_node": "nodes",
+    "rejected_writes": "rejected",
+}
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
