@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -45,3 +46,13 @@ def prose(count: int, seed: int = 0) -> str:
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randint(0, 27, (count - 1,), generator=generator).tolist() if count > 1 else []
     return "a" + "".join((ALPHABET + " ")[number] for number in drawn)
+
+
+_stocks: dict[int, tuple[Any, Stock]] = {}
+
+
+def stock_of(engine: Any) -> Stock:
+    """The oracle of an engine's model, one per engine."""
+    if id(engine) not in _stocks:
+        _stocks[id(engine)] = (engine, Stock(engine.model, engine.stop_ids))
+    return _stocks[id(engine)][1]

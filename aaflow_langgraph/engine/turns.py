@@ -54,17 +54,19 @@ class ChatFrame:
         """Does the tokenizer come with a chat template?"""
         return bool(self._tokenizer.chat_template)
 
-    def encode_text(self, text: str, *, what: str, at_start: bool = False) -> tuple[int, ...]:
-        """Token ids of a content; at the very start of a raw sequence with the tokenizer's own BOS.
+    def encode_text(self, text: str, *, what: str, at_start: bool = False, joint: str = "") -> tuple[int, ...]:
+        """Token ids of a content, behind ``joint``; at the very start of a raw sequence with the tokenizer's own BOS.
 
         Raises:
             ConfigError: The text is not text, is empty, is not valid Unicode, or holds special tokens only. Way out: fail.
         """
         checked = check_text(text, what)
-        ids = self._encode(checked)
-        if all(token_id in self._special for token_id in ids):
+        ids = self._encode(joint + checked)
+        lead = self._encode_frame(joint) if joint else ()
+        own = ids[len(lead) :] if ids[: len(lead)] == lead else ids
+        if all(token_id in self._special for token_id in own):
             raise ConfigError(
-                f"{what} is {checked[:40]!r}: it encodes to special tokens only ({len(ids)} of them) and holds nothing to "
+                f"{what} is {checked[:40]!r}: it encodes to special tokens only ({len(own)} of them) and holds nothing to "
                 "read; pass text"
             )
         if at_start:
@@ -113,7 +115,7 @@ class ChatFrame:
             (turn.role, prior_ids[turn.content.start : turn.content.stop]) for turn in chat
         ]
         if chat and chat[-1].open and chat[-1].role == role:
-            joined = self.encode_text(JOINT + check_text(text, what), what=what)
+            joined = self.encode_text(text, what=what, joint=JOINT)
             contents[-1] = (role, contents[-1][1] + joined)
         else:
             contents.append((role, self.encode_text(text, what=what)))

@@ -328,8 +328,11 @@ def test_raw_text_closes_an_open_turn_without_a_frame() -> None:
 @pytest.mark.parametrize("text", ["<|im_end|>", "<|im_start|><|im_end|>", "<|endoftext|>" * 3])
 @pytest.mark.parametrize("raw", [True, False])
 def test_text_of_special_tokens_only_is_refused(text: str, raw: bool) -> None:
-    with pytest.raises(ConfigError, match="special tokens only"):
-        Conversation().say("user", text, raw=raw)
+    talk = Conversation()
+    for _ in range(2):  # at the beginning, and into an open turn
+        with pytest.raises(ConfigError, match="special tokens only"):
+            talk.say("user", text, raw=raw)
+        talk.say("user", "A document.")
 
 
 @pytest.mark.parametrize(
