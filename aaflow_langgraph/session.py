@@ -99,6 +99,7 @@ class Session:
     def prefill(self, stop: int) -> torch.Tensor:
         """Run the sequence's tokens from the current position to ``stop`` (exclusive); logits after the last one."""
         logits: torch.Tensor | None = None
+        self._live_tail.ensure(stop - self._live_tail.start)  # once, instead of growing chunk by chunk
         for a, b in chunk_spans(self.position, stop):
             chunk = self._sequence.token_ids[a:b]
             logits = self._guarded(lambda run, chunk=chunk: run.prefill(chunk))  # type: ignore[misc]

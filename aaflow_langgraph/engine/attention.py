@@ -147,7 +147,8 @@ def products(
     parts = 2 if heads % 2 and torch.get_num_threads() > 1 else 1
     share = -(-length // parts)
     if parts > 1:
-        query, shifts = query.repeat_interleave(parts, 0), reference.repeat_interleave(parts, 0)
+        query = query.unsqueeze(1).expand(-1, parts, -1, -1).reshape(heads * parts, rows, dim)
+        shifts = reference.unsqueeze(1).expand(-1, parts, -1, -1).reshape(heads * parts, rows, 1)
         keys, values = _halved(keys, share), _halved(values, share)
     else:
         shifts = reference

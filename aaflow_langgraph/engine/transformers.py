@@ -259,8 +259,11 @@ class TransformersEngine:
             self._select(path)
             try:
                 difference = float((self._probe_logits(path, ids) - stock).abs().mean()) / spread
-            except FastPathRefused as refused:
-                missed.append(f"fast: {refused}")
+            except (
+                FastPathRefused,
+                RuntimeError,
+            ) as refused:  # a kernel that does not take this head dim raises RuntimeError
+                missed.append(f"{path}: {_first_line(refused)}")
                 continue
             if difference <= _PROBE_TOLERANCE[self.model.dtype]:
                 if folder:
