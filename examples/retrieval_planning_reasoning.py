@@ -108,13 +108,13 @@ def build(schema: type, nodes: Mapping[str, Any]) -> Any:
     """The chain over either kind of state."""
     builder = StateGraph(schema)
     for name, node in nodes.items():
-        builder.add_node(f"{name}_node", node)
-    builder.add_edge(START, "retrieve_node")
-    builder.add_edge("retrieve_node", "plan_node")
+        builder.add_node(name, node)
+    builder.add_edge(START, "retrieve")
+    builder.add_edge("retrieve", "plan")
     for name in REASONERS:
-        builder.add_edge("plan_node", f"{name}_node")
-    builder.add_edge([f"{name}_node" for name in REASONERS], "verdict_node")
-    builder.add_edge("verdict_node", END)
+        builder.add_edge("plan", name)
+    builder.add_edge(list(REASONERS), "verdict")
+    builder.add_edge("verdict", END)
     return builder.compile()
 
 
@@ -141,10 +141,10 @@ def text_graph(model: TextModel, retrieve: Callable[[TextState], str]) -> Any:
         def node(state: TextState) -> dict[str, str]:
             reply = model(conversation(name, state), MAX_NEW_TOKENS)
             write = get_stream_writer()
-            about = {"node": f"{name}_node", "num_context": reply.num_context, "num_reused": reply.num_reused}
+            about = {"node": name, "num_context": reply.num_context, "num_reused": reply.num_reused}
             for token_id in reply.token_ids:
-                write({"type": "aaflow.token", "node": f"{name}_node", "token_id": token_id, "text": ""})
-            write({"type": "aaflow.token", "node": f"{name}_node", "token_id": None, "text": reply.text})
+                write({"type": "aaflow.token", "node": name, "token_id": token_id, "text": ""})
+            write({"type": "aaflow.token", "node": name, "token_id": None, "text": reply.text})
             write({"type": "aaflow.usage", "ttft_ms": reply.ttft_ms, **about})
             return {name: reply.text}
 
@@ -169,10 +169,10 @@ def run(graph: Any, question: Question, what: str) -> tuple[Runs, float]:
     runs: Runs = {}
     began = time.perf_counter()
     for event in graph.stream({"question": question.text}, stream_mode="custom"):
-        node = runs.setdefault(event["node"].removesuffix("_node"), NodeRun())
+        node = runs.setdefault(event["node"], NodeRun())
         if event["type"] == "aaflow.usage":
             node.usage = event
-            progress.print(f"  {event['node'].removesuffix('_node'):<9} {event['ttft_ms']:>8,.0f} ms", style="dim")
+            progress.print(f"  {event['node']:<9} {event['ttft_ms']:>8,.0f} ms", style="dim")
         else:
             node.text += event["text"]
             if event["token_id"] is not None:
