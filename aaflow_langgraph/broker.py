@@ -575,14 +575,13 @@ class KVBroker:
         # A canonical reader recomputes at most the blocks it misses, inside its own extent.
         if not deterministic and parent and needed:
             with self._one_builder(parent.kv_id, sequence, needed, borders):
-                reused = session.begin(sequence, limit, borders, len(ids) + expected - needed)
+                reused = session.begin(sequence, limit, borders, expected)
                 if reused < needed:
                     session.prefill(needed)
                     session.split(len(ids) - needed + expected)
                     return sequence, needed - reused
                 return sequence, 0
-        missing_hint = len(ids) - (needed if deterministic else 0)
-        session.begin(sequence, limit, borders, max(missing_hint, 1) + expected)
+        session.begin(sequence, limit, borders, expected)
         return sequence, 0
 
     @contextmanager

@@ -70,10 +70,11 @@ class Session:
         """Number of tokens whose KV exists for this request."""
         return self._live_tail.start + self._live_tail.length
 
-    def begin(self, sequence: TokenSequence, limit: int, borders: Sequence[int], num_expected: int) -> int:
+    def begin(self, sequence: TokenSequence, limit: int, borders: Sequence[int], num_new: int) -> int:
         """Lease what covers the longest prefix of at most ``limit`` tokens; how many tokens that is.
 
-        ``num_expected`` new tokens are expected behind it.
+        ``num_new`` tokens are expected behind the sequence: the tail gets room for them and for what is not covered, and for
+        no more, because room for it may have to be made by eviction.
         """
         self._sequence, self._borders = sequence, borders
         if self._canonical:
@@ -81,6 +82,7 @@ class Session:
         match = self._lease(limit)
         self.num_reused = match.stop
         self._parent = match.parts[-1][0].extent_id if match.parts else None
+        num_expected = max(1, len(sequence.token_ids) - match.stop + num_new)
         if self._canonical:
             start = match.stop // GRID_TOKENS * GRID_TOKENS
             self._pieces = self._grid_pieces(match, start)

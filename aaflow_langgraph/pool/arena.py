@@ -44,6 +44,10 @@ class Arena:
     def reserve(self, num_bytes: int) -> Allocation | None:
         """The first free range of ``num_bytes`` (rounded up to 64), or None."""
         size = _aligned(num_bytes)
+        if size < 1:
+            raise ValueError(
+                f"cannot reserve {num_bytes} bytes: an empty range would share its offset with the next one"
+            )
         for number, (offset, free) in enumerate(self._free):
             if free >= size:
                 if free == size:

@@ -36,7 +36,7 @@ class Pool(Protocol):
         """The most ever taken."""
 
     def reserve(self, num_bytes: int) -> Allocation | None:
-        """A contiguous range, or None when no free range is large enough. Mutates only on success."""
+        """A contiguous range of at least one byte, or None when no free range is large enough. Mutates only on success."""
 
     def shrink(self, allocation: Allocation, num_bytes: int) -> Allocation:
         """Keep the first ``num_bytes`` of a live allocation and give the rest back."""

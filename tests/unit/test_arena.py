@@ -102,8 +102,10 @@ def test_misuse_is_an_error_and_changes_nothing() -> None:
         lambda: arena.shrink(gone, 1),
         lambda: arena.shrink(live, 65),
         lambda: arena.shrink(live, 0),
+        lambda: arena.reserve(0),
+        lambda: arena.reserve(-1),
     ):
-        with pytest.raises(ValueError, match="live|shrink"):
+        with pytest.raises(ValueError, match="live|shrink|reserve"):
             call()
     assert arena.used_bytes == 64
     assert arena.check() == []
