@@ -168,11 +168,12 @@ def stream_writer() -> StreamWriter:
 
 
 def task_path(config: RunnableConfig) -> str:
-    """Where in the run this task is: equal when an interrupted task runs again, different for siblings.
+    """Where in the run this task is: equal when an interrupted or failed task runs again, different for siblings.
 
-    The task's own place is its node, its path (a ``Send`` has a number there) and its step: a loop that comes by again
-    draws anew, and two runs of the same graph on the same input agree. Subgraphs around it are named with LangGraph's task
-    ids, because nothing else tells the subgraphs of two ``Send`` apart; those ids are stored with the checkpoint.
+    The task's own place is its node, its path (a ``Send`` has a number there) and its step, so two runs of the same
+    graph on the same input agree, and a loop that comes by again draws anew. A replay from an older checkpoint is a step
+    of its own to LangGraph and draws anew as well. Subgraphs around the task are named with LangGraph's task ids, because
+    nothing else tells the subgraphs of two ``Send`` apart; those ids follow from the stored checkpoint.
     """
     metadata = config.get("metadata") or {}
     if "langgraph_path" not in metadata:
