@@ -670,6 +670,25 @@ async def test_a_failing_generation_ends_its_run_with_the_error(broker: KVBroker
     assert isinstance(recorder.events[-1][1], RecipeMissing)
 
 
+class Broken(BaseCallbackHandler):
+    raise_error = True
+
+    def on_llm_new_token(self, token: str, **kwargs: Any) -> None:
+        raise KeyError("broken handler")
+
+
+@pytest.mark.parametrize("colour", ["sync", "async"])
+async def test_a_handler_that_raises_stops_the_generation_and_nothing_stays_leased(
+    broker: KVBroker, colour: str
+) -> None:
+    docs = broker.prefill(DOCS).handle
+    num_extents = broker.stats().num_extents
+    with pytest.raises(KeyError, match="broken handler"):
+        await run(reading_graph(broker), {"question": "q", "docs": docs}, colour, {**THREAD, "callbacks": [Broken()]})
+    assert broker.stats().num_leases == 0
+    assert broker.stats().num_extents == num_extents
+
+
 async def test_astream_events_sees_the_model_and_its_tokens(broker: KVBroker) -> None:
     events = [event async for event in chain(broker).astream_events({"question": "q"}, version="v2")]
     kinds = [event["event"] for event in events if event["name"] == "KVBroker"]
