@@ -186,6 +186,7 @@ class KVBroker:
         raw: bool = False,
         label: str = "",
         deterministic: bool = False,
+        cancel: threading.Event | None = None,
     ) -> Prefilled:
         """Prefill ``text`` as a chat turn that stays open: the next prompt of the same role continues and closes it.
 
@@ -196,8 +197,10 @@ class KVBroker:
             raw: No chat frame: only the text's own token ids.
             label: Short name for people.
             deterministic: Read canonical KV only, so that bits do not depend on what was cached.
+            cancel: Set it from anywhere to stop before the next forward.
 
         Raises:
+            Cancelled: ``cancel`` was set; nothing was published. Way out: fail.
             ConfigError: Empty or invalid text, special tokens only, no chat template, refused role. Way out: fail.
             ContextTooLong: The text does not fit the window. Way out: fail.
             MalformedHandle, IncompatibleHandle, RecipeMissing: As in ``append``.
@@ -207,7 +210,15 @@ class KVBroker:
         extension = self._extend(known, role, text, what="the text to prefill", raw=raw, generate=False)
         operator: Operator = "materialize" if known is None else "append"
         return self._prefilled(
-            known, extension.token_ids, extension.turns, operator, label, deterministic, extension.num_shared, text
+            known,
+            extension.token_ids,
+            extension.turns,
+            operator,
+            label,
+            deterministic,
+            num_shared=extension.num_shared,
+            text=text,
+            cancel=cancel,
         )
 
     def generate(
@@ -459,11 +470,24 @@ class KVBroker:
         raw: bool = False,
         label: str = "",
         deterministic: bool = False,
+        cancel: threading.Event | None = None,
     ) -> Prefilled:
-        """Async ``prefill``."""
-        return await asyncio.to_thread(
-            self.prefill, text, parent=parent, role=role, raw=raw, label=label, deterministic=deterministic
-        )
+        """Async ``prefill``; cancelling the task stops it before its next forward."""
+        stop = cancel or threading.Event()
+        try:
+            return await asyncio.to_thread(
+                self.prefill,
+                text,
+                parent=parent,
+                role=role,
+                raw=raw,
+                label=label,
+                deterministic=deterministic,
+                cancel=stop,
+            )
+        except asyncio.CancelledError:
+            stop.set()
+            raise
 
     async def agenerate(
         self,
@@ -529,8 +553,10 @@ class KVBroker:
         operator: Operator,
         label: str,
         deterministic: bool,
+        *,
         num_shared: int | None = None,
         text: str = "",
+        cancel: threading.Event | None = None,
     ) -> Prefilled:
         """Make the KV of ``ids`` exist, publish it, register the recipe."""
         started = time.perf_counter()
@@ -538,7 +564,7 @@ class KVBroker:
         label = _checked_label(label)
         if num_shared is None:
             num_shared = parent.stop if parent else 0
-        with self._session(deterministic, None) as session:
+        with self._session(deterministic, cancel) as session:
             sequence, num_recomputed = self._begin(session, parent, ids, num_shared, 0, deterministic, whole=True)
             if session.position < len(ids):
                 session.prefill(len(ids))
@@ -607,7 +633,7 @@ class KVBroker:
             if self._closed:
                 raise Cancelled("the broker was closed while the request ran; nothing was published")
             if cancel is not None and cancel.is_set():
-                raise Cancelled("the generation was cancelled before its next forward; nothing was published")
+                raise Cancelled("the request was cancelled before its next forward; nothing was published")
 
         session = Session(self.engine, self._store, canonical=deterministic, tick=tick)
         try:

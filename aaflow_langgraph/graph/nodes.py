@@ -218,7 +218,7 @@ class KVNode(Runnable[Any, dict[str, Any]]):
     async def ainvoke(self, input: Any, config: RunnableConfig | None = None, **kwargs: Any) -> dict[str, Any]:
         """Run the node on a state and return its update.
 
-        Cancelling the task stops a generation before its next forward; a prefill that has begun is finished first.
+        Cancelling the task stops the request before its next forward; nothing is written.
         """
         loop = asyncio.get_running_loop()
         call = _Call(self._options, self.name, input, ensure_config(config), loop)
@@ -299,6 +299,7 @@ class _PrefillNode(KVNode):
             raw=self._options.raw,
             label=call.label,
             deterministic=self._options.deterministic,
+            cancel=call.cancel,
         )
         report_usage(call.node, prefilled.handle, usage_dict(prefilled.usage))
         return self._update(call, prefilled.handle, prefilled.usage)
