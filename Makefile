@@ -9,7 +9,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench docs clean
+.PHONY: help setup demo test oldest check bench docs clean
 
 help: ## show this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
@@ -30,6 +30,11 @@ demo: $(STAMP) ## retrieval -> planning -> reasoning with KV handles, against te
 
 test: $(STAMP) ## every test, the slow ones too
 	$(BIN)/python -m pytest $(ARGS)
+
+oldest: $(STAMP) ## the engine's tests on the oldest supported transformers
+	$(BIN)/python -m pip install --quiet --progress-bar off --no-deps --upgrade --target $(VENV)/oldest -r constraints-oldest.txt
+	PYTHONPATH=$(VENV)/oldest $(BIN)/python -m pytest -q tests/integration/test_cold_warm.py tests/integration/test_broker.py \
+	  tests/unit/test_turns.py $(ARGS)
 
 check: $(STAMP) ## format, lint, types, import rules
 	$(BIN)/ruff format --check .

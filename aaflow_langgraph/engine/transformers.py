@@ -207,7 +207,11 @@ class TransformersEngine:
         try:
             self.forward([0], 0, cache_adapter.as_cache(layers))
         except (ValueError, AttributeError, NotImplementedError, TypeError, RuntimeError, IndexError) as error:
-            raise UnsupportedModel(f"{kind} does not run on a plain key/value cache: {_first_line(error)}") from error
+            failed = next((number for number in range(len(layers)) if number not in shapes), 0)
+            raise UnsupportedModel(
+                f"layer {failed} of {kind} does not run on a plain key/value cache ({_first_line(error)}): a recurrent or "
+                "convolutional state can be neither cut at a prefix nor shared by forks; use a model whose layers are all attention"
+            ) from error
         missing = [number for number in range(len(layers)) if number not in shapes]
         if missing:
             raise UnsupportedModel(
