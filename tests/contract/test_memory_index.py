@@ -97,7 +97,7 @@ def test_cover_reads_right_tokens_without_gaps_as_far_as_anything_reaches(
     # Oracle: an extent serves every position up to the last one where it and the whole query before it agree.
     reach = 0
     ends = []
-    for (source, a, b, c), found in zip(extents, records, strict=True):
+    for (source, _, b, c), found in zip(extents, records, strict=True):
         same = 0
         while same < min(len(source), len(ids)) and source[same] == ids[same]:
             same += 1
