@@ -260,6 +260,47 @@ def test_a_lease_that_runs_out_while_its_reader_runs_costs_time_only(
     assert goes_on_like_stock(broker, result.handle)
 
 
+class Between(threading.Event):
+    """Asked before every forward whether to stop; does something on the way, at the ``number``-th."""
+
+    def __init__(self, number: int, act: Callable[[], None]) -> None:
+        super().__init__()
+        self._left = number
+        self._act = act
+
+    def is_set(self) -> bool:
+        self._left -= 1
+        if self._left == 0:
+            self._act()
+        return super().is_set()
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_lease_that_runs_out_during_a_prefill_costs_time_only(
+    kind: str, deterministic: bool, number: int, timed_broker: Callable[..., KVBroker], clock: ManualClock
+) -> None:
+    """I7, before the first forward and between the chunks of a long prompt."""
+    broker = timed_broker(kind)
+    docs = broker.materialize(encode(broker, prose(600)), deterministic=deterministic)
+    prompt = prose(700, seed=1)
+    expected = stock_of(broker.engine).greedy(encode(broker, prose(600) + prompt), 6)
+
+    def lose() -> None:
+        clock.advance(LEASE_S + 1)
+        broker.stats()
+        assert broker.evict(docs) > 0
+        scribble(broker)
+
+    result = broker.generate(
+        prompt, parent=docs, raw=True, sampling=FEW, deterministic=deterministic, cancel=Between(number, lose)
+    )
+    assert result.token_ids == expected
+    assert broker.stats().num_kv_load_failures == 1
+    assert goes_on_like_stock(broker, result.handle)
+
+
 def test_a_lease_is_renewed_by_its_reader(timed_broker: Callable[..., KVBroker], clock: ManualClock) -> None:
     """A long generation outlives the length of a lease many times over."""
     broker = timed_broker()
