@@ -1,0 +1,61 @@
+"""The real model (SmolLM2-135M-Instruct) against its stock self: cold = warm on real weights and real text."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from aaflow_langgraph import KVBroker, Sampling, TransformersEngine
+from aaflow_langgraph.assets import demo_model
+from tests.real import real_cache  # noqa: F401 - the fixture
+
+FACTS = (
+    "Nairobi is the capital of Kenya. Mombasa is its largest port. Mount Kenya is its highest point. "
+    "The coastline of Chile is 6,435 km long. Fuji is the highest mountain of Japan. Berlin is the capital of Germany. "
+)
+PROMPT = "List, one per line, every city that is named above, and say of each what it is."
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def engine(request: pytest.FixtureRequest, real_cache: None) -> TransformersEngine:
+    return TransformersEngine.load(demo_model(), dtype=request.param, device="cpu")
+
+
+@pytest.mark.parametrize("engine", ["float32"], indirect=True)
+def test_64_greedy_tokens_behind_a_handle_equal_stock_generate(engine: TransformersEngine) -> None:
+    stock = copy.deepcopy(engine.model)
+    stock.set_attn_implementation("sdpa")
+    with KVBroker.open(engine, pool_bytes=1 << 28) as broker:
+        docs = broker.prefill(FACTS * 6)
+        warm = broker.generate(PROMPT, parent=docs.handle, sampling=Sampling(max_tokens=64))
+        assert warm.usage.num_reused == docs.handle.kv_tokens
+        ids = broker.token_ids(warm.handle)[: warm.usage.num_context]
+        with torch.no_grad():
+            expected = stock.generate(
+                torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)), max_new_tokens=64, do_sample=False
+            )[0, len(ids) :].tolist()
+        expected = [token_id for token_id in expected if token_id not in engine.stop_ids]
+        assert list(warm.token_ids) == expected
+        assert len(expected) > 30
+        assert broker.check() == []
+
+
+@pytest.mark.parametrize("engine", ["float32", "bfloat16"], indirect=True)
+def test_deterministic_answers_are_bit_identical_with_and_without_cache(engine: TransformersEngine) -> None:
+    sampling = Sampling(max_tokens=12, logprobs=True)
+    with KVBroker.open(engine, pool_bytes=1 << 28) as empty:
+        cold = empty.generate(FACTS * 6 + "\n\n" + PROMPT, sampling=sampling, deterministic=True)
+        assert cold.usage.num_reused == 0
+        cold_ids = empty.token_ids(cold.handle)
+    with KVBroker.open(engine, pool_bytes=1 << 28) as broker:
+        docs = broker.prefill(FACTS * 6)
+        broker.generate("Name one mountain.", parent=docs.handle, sampling=Sampling(max_tokens=8))
+        warm = broker.generate(PROMPT, parent=docs.handle, sampling=sampling, deterministic=True)
+        assert broker.token_ids(warm.handle) == cold_ids
+        assert warm.usage.num_reused > 0
+        assert warm.logprobs == cold.logprobs  # bit for bit
+        assert warm.token_ids == cold.token_ids
