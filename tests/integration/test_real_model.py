@@ -48,7 +48,9 @@ def test_64_greedy_tokens_behind_a_handle_equal_stock_generate(engine: Transform
 def test_deterministic_answers_are_bit_identical_with_and_without_cache(engine: TransformersEngine) -> None:
     sampling = Sampling(max_tokens=12, logprobs=True)
     with KVBroker.open(engine, pool_bytes=1 << 28) as empty:
-        cold = empty.generate(FACTS * 6 + "\n\n" + PROMPT, sampling=sampling, deterministic=True)
+        docs = empty.prefill(FACTS * 6)
+        assert empty.evict(docs.handle) > 0
+        cold = empty.generate(PROMPT, parent=docs.handle, sampling=sampling, deterministic=True)
         assert cold.usage.num_reused == 0
         cold_ids = empty.token_ids(cold.handle)
     with KVBroker.open(engine, pool_bytes=1 << 28) as broker:
