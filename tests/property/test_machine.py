@@ -223,7 +223,7 @@ class BrokerMachine(RuleBasedStateMachine):
 @pytest.mark.filterwarnings("default")  # Hypothesis' own notes about the machine are no faults of ours
 class TestBrokerMachine(BrokerMachine.TestCase):  # type: ignore[misc, name-defined]
     settings = settings(
-        max_examples=120,
+        max_examples=80,
         stateful_step_count=30,
         deadline=None,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
