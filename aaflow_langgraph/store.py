@@ -288,10 +288,13 @@ class PoolTail:
         shape = store.layout.shape(num_tokens)
         self._allocation = store.reserve(num_tokens)
         if self._allocation is not None:
-            return store.pool.tensor(self._allocation, store.dtype, shape)
-        self._heap_bytes = store.layout.num_bytes(num_tokens)
-        store.note_overflow(self._heap_bytes)
-        return torch.empty(shape, dtype=store.dtype, device=store.device)
+            kv = store.pool.tensor(self._allocation, store.dtype, shape)
+        else:
+            self._heap_bytes = store.layout.num_bytes(num_tokens)
+            store.note_overflow(self._heap_bytes)
+            kv = torch.empty(shape, dtype=store.dtype, device=store.device)
+        kv[..., -1:, :] = 0  # may be read, with no weight, as the row that rounds an odd length up: must not be NaN
+        return kv
 
     def _give_back(self, allocation: Allocation | None, heap_bytes: int) -> None:
         if allocation is not None:

@@ -94,18 +94,20 @@ class Past:
             out, lse = flash(query, own_keys, own_values, scale, causal=True)
             outs.append(out.reshape(folded.shape))
             lses.append(lse.reshape(folded.shape[:-1]))
-        return merge(outs, lses).reshape(query.shape)
+        return merge(outs, lses).to(query.dtype).reshape(query.shape)
 
 
 def merge(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> torch.Tensor:
     """Join softmax-normalised partial results ``[..., T, D]`` by their log-sum-exps ``[..., T]``, in fp32, in order."""
     if len(outs) == 1:
         return outs[0]
+    if len(outs) == 2:  # the common case, in half of the operations
+        return outs[1].float().lerp(outs[0].float(), (lses[0] - lses[1]).sigmoid_().unsqueeze(-1))
     weights = torch.stack(tuple(lses)).float().softmax(0)
     joined = outs[0].float() * weights[0].unsqueeze(-1)
     for out, weight in zip(outs[1:], weights[1:], strict=True):
         joined.addcmul_(out.float(), weight.unsqueeze(-1))
-    return joined.to(outs[0].dtype)
+    return joined
 
 
 def flash(
@@ -161,13 +163,18 @@ def products(
     lse = total.log_().add_(reference.squeeze(-1).float())
     if not bool(lse.isfinite().all()):
         return None
-    return out.to(query.dtype), lse
+    return out, lse  # fp32: rounding waits until the pieces are merged
 
 
 def _halved(tensor: torch.Tensor, share: int) -> torch.Tensor:
-    """``[H, T, D]`` as ``[2 H, share, D]``: a view when a head's stride is exactly two shares, as whole extents have it."""
+    """``[H, T, D]`` as ``[2 H, share, D]``: a view when a head's stride is exactly two shares, as whole extents have it.
+
+    Of an odd length the view takes in one row more per head: the zeroed row that rounds an extent or a tail up, or for a
+    part of an extent a neighbouring row. The caller gives it no weight.
+    """
     heads, length, dim = tensor.shape
-    if tensor.stride() == (2 * share * dim, dim, 1):
+    stop = tensor.storage_offset() + 2 * heads * share * dim
+    if tensor.stride() == (2 * share * dim, dim, 1) and stop * tensor.itemsize <= tensor.untyped_storage().nbytes():
         return tensor.as_strided((2 * heads, share, dim), (share * dim, dim, 1))
     padded = tensor.new_zeros(heads, 2 * share, dim)
     padded[:, :length] = tensor
@@ -175,11 +182,11 @@ def _halved(tensor: torch.Tensor, share: int) -> torch.Tensor:
 
 
 def _row_sums(weights: torch.Tensor) -> torch.Tensor:
-    """fp32 sums over the last axis. bf16 sums are three times faster and accumulate in fp32; 32 of them per row, added in
+    """fp32 sums over the last axis. bf16 sums are twice as fast and accumulate in fp32; eight of them per row, added in
     fp32, leave a rounding error well below that of the weights themselves.
     """
-    length = weights.shape[-1] // 32 * 32
-    parts = weights[..., :length].view(*weights.shape[:-1], 32, length // 32)
+    length = weights.shape[-1] // 8 * 8
+    parts = weights[..., :length].view(*weights.shape[:-1], 8, length // 8)
     total = torch.sum(parts.sum(-1), -1, dtype=torch.float32)
     return total if length == weights.shape[-1] else total + torch.sum(weights[..., length:], -1, dtype=torch.float32)
 
