@@ -6,6 +6,7 @@ import ast
 import re
 import sys
 import tomllib
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -69,7 +70,8 @@ def unit_of(path: Path) -> str:
     return parts[0].removesuffix(".py")
 
 
-def imports_of(path: Path) -> set[str]:
+@cache
+def imports_of(path: Path) -> frozenset[str]:
     """Dotted names that a file imports; relative ones made absolute, ``from x import y`` as both ``x`` and ``x.y``."""
     found: set[str] = set()
     folder = [PACKAGE, *path.relative_to(ROOT).parts[:-1]]
@@ -81,10 +83,10 @@ def imports_of(path: Path) -> set[str]:
             module = (base + (node.module or "")).rstrip(".")
             found.add(module)
             found.update(f"{module}.{alias.name}" for alias in node.names)
-    return found
+    return frozenset(found)
 
 
-def own_units(imports: set[str]) -> set[str]:
+def own_units(imports: frozenset[str]) -> set[str]:
     return {name.split(".")[1] for name in imports if name.startswith(f"{PACKAGE}.")} - {"__version__"}
 
 
