@@ -598,6 +598,9 @@ class KVBroker:
         limit = len(ids) if whole else len(ids) - 1
         expected = min(num_new, 256)
         needed = min(parent.stop - parent.num_pending, num_shared, limit) if parent else 0
+        if not deterministic and parent and num_shared < parent.stop:
+            session.begin_beside(sequence, limit, base, num_shared, borders, expected)
+            return sequence, 0
         # A canonical reader recomputes at most the blocks it misses, inside its own extent.
         if not deterministic and parent and needed:
             with self._one_builder(parent.kv_id, sequence, needed, borders):

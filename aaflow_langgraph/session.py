@@ -98,6 +98,35 @@ class Session:
         self._run = self._engine.start(self._pieces, self._tail, grid=self._grid)
         return match.stop
 
+    def begin_beside(
+        self,
+        sequence: TokenSequence,
+        limit: int,
+        other: TokenSequence,
+        num_shared: int,
+        borders: Sequence[int],
+        num_new: int,
+    ) -> int:
+        """``begin`` where another sequence shares the first ``num_shared`` tokens but is not a prefix; tokens reused.
+
+        Whole blocks are read in place. The shared tokens behind the last of them are copied to the front of the tail, so
+        that none is computed again and what is sealed still starts where a lookup can find it.
+        """
+        stop = self.begin(sequence, limit, (), num_new)
+        tail = self._live_tail
+        match = self._store.match(other, min(num_shared, limit), borders=borders)
+        try:
+            if match.stop > stop:
+                self._copy(match, tail, match.stop)
+                self._store.verify(match.receipt, [record for record, _, _ in match.parts])
+                self.num_reused, self._grid = match.stop, None
+                self._run = self._engine.start(self._pieces, tail, grid=None)
+        except LeaseExpired:
+            tail.length = 0  # lost while it was copied: computed like anything else
+        finally:
+            self._store.index.release(match.receipt)
+        return self.num_reused
+
     def prefill(self, stop: int) -> torch.Tensor:
         """Run the sequence's tokens from the current position to ``stop`` (exclusive); logits after the last one."""
         logits: torch.Tensor | None = None

@@ -142,9 +142,13 @@ def test_reuse_falls_back_to_the_longest_common_prefix_where_a_template_drops_re
         before = broker.token_ids(first.handle)
         after_it = broker.token_ids(second.handle)
         shared = next(n for n, (x, y) in enumerate(zip(before, after_it, strict=False)) if x != y)
-        # Found block by block: what is shared behind the last whole block is prefilled.
-        assert second.usage.num_reused == shared // 256 * 256
+        assert second.usage.num_reused == shared
         assert 256 < shared < len(before)
+        assert shared % 256  # not only whole blocks
+        # What was computed behind a rewritten turn is found again by its own handle.
+        prefilled = broker.stats().num_prefilled_tokens
+        broker.append(second.handle, tiny.words(3))
+        assert broker.stats().num_prefilled_tokens == prefilled + broker.recipe(second.handle).num_pending + 3
         # The handle of turn 2 stands on its own: evict everything, the answer stays.
         broker.evict(second.handle)
         broker.evict(first.handle)
