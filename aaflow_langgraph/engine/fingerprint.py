@@ -18,19 +18,13 @@ import torch
 import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from aaflow_langgraph._cache_dir import cache_dir
 from aaflow_langgraph.hashing import digest
 from aaflow_langgraph.model import BLOCK_TOKENS, LAYOUT_VERSION, Namespace
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.gguf")
-
-
-def cache_dir() -> Path:
-    """The user's cache directory for this package, created on demand."""
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "aaflow-langgraph"
-    root.mkdir(parents=True, exist_ok=True)
-    return root
 
 
 def read_cached(kind: str, key: str) -> Any:
@@ -45,7 +39,7 @@ def write_cached(kind: str, key: str, value: Any) -> None:
     """Store a small JSON value, whole or not at all. An unwritable cache directory costs time, not the run."""
     try:
         folder = cache_dir() / kind
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=folder, delete=False, suffix=".tmp") as file:
             json.dump(value, file)
         os.replace(file.name, folder / f"{key}.json")

@@ -8,6 +8,7 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -598,7 +599,7 @@ def test_a_second_turn_on_a_thread_extends_its_own_handle(broker: KVBroker) -> N
 
 def stored_sizes(path: Path) -> list[int]:
     """Bytes of every checkpoint (SQLite keeps all channel values inline) and of every write."""
-    with sqlite3.connect(path) as connection:
+    with closing(sqlite3.connect(path)) as connection:
         rows = connection.execute("select length(checkpoint) + length(metadata) from checkpoints").fetchall()
         rows += connection.execute("select length(value) from writes").fetchall()
     return [size for (size,) in rows]
