@@ -186,7 +186,8 @@ def _build_model(asset: Asset, unpacked: Path, built: Path, console: Console) ->
         raise no_room(built.parent.parent, asset)
     if "ImportError" in errors or "ModuleNotFoundError" in errors:
         raise ConfigError(
-            "the demo model is read with the packages gguf and accelerate: pip install 'aaflow-langgraph[demo]'. "
+            "the demo model is read with the packages gguf and accelerate: pip install 'aaflow-langgraph[demo]', or from a "
+            "checkout pip install -e '.[demo]'. "
             f"Python said: {errors.splitlines()[-1]}"
         )
     if done.returncode < 0:

@@ -253,6 +253,8 @@ class KVBroker:
             ConfigError, ContextTooLong, MalformedHandle, IncompatibleHandle, RecipeMissing: As in ``prefill``.
             Cancelled: ``cancel`` was set; nothing was published. Way out: fail.
         """
+        if on_token is not None and not callable(on_token):
+            raise ConfigError(f"on_token must be callable, got {type(on_token).__name__}")
         stream = self.stream(
             prompt,
             parent=parent,
@@ -632,6 +634,11 @@ class KVBroker:
 
     @contextmanager
     def _session(self, deterministic: bool, cancel: threading.Event | None) -> Iterator[Session]:
+        if not isinstance(deterministic, bool):
+            raise ConfigError(f"deterministic must be True or False, got {deterministic!r}")
+        if cancel is not None and not isinstance(cancel, threading.Event):
+            raise ConfigError(f"cancel must be a threading.Event, got {type(cancel).__name__}")
+
         def tick() -> None:
             if self._closed:
                 raise Cancelled("the broker was closed while the request ran; nothing was published")
@@ -733,6 +740,10 @@ class KVBroker:
                 "made by a broker that is gone, or it is forged. Run the node that wrote it again; recipes live as long as the "
                 "broker that made them"
             )
+        if not coerced.kv_exact:
+            raise IncompatibleHandle(
+                f"handle {coerced.kv_id[:12]!r} claims to be approximate, its recipe is exact: it was altered"
+            )
         if recipe.stop != coerced.kv_tokens:
             raise IncompatibleHandle(
                 f"handle {coerced.kv_id[:12]!r} claims {coerced.kv_tokens} tokens, its recipe has {recipe.stop}: it was altered"
@@ -778,6 +789,9 @@ class KVBroker:
     def _extend(
         self, parent: Recipe | None, role: str, text: str, *, what: str, raw: bool, generate: bool
     ) -> Extension:
+        if not isinstance(raw, bool):
+            raise ConfigError(f"raw must be True or False, got {raw!r}")
+        check_text(role, "role")
         before = self._sequence(parent.kv_id).token_ids if parent else ()
         turns = parent.turns if parent else ()
         return self.engine.frame.extend(before, turns, role, text, what=what, raw=raw, generate=generate)

@@ -35,6 +35,7 @@ from transformers import PreTrainedModel
 
 from aaflow_langgraph.broker import KVBroker
 from aaflow_langgraph.engine.transformers import TransformersEngine
+from aaflow_langgraph.errors import ContextTooLong
 
 CONTEXTS = (1024, 4096, 7777)
 NEW = (1, 16, 64)
@@ -61,6 +62,10 @@ def run(engine: TransformersEngine, contexts: Iterable[int] | None, rounds: int,
     """Measure every (context, new) pair. ``contexts`` None: 1k, 4k, 7,777 and the longest the window allows."""
     longest = engine.window - max(NEW)
     wanted = sorted({*contexts} if contexts is not None else {*CONTEXTS, longest})
+    if contexts is not None and max(wanted, default=0) > longest:
+        raise ContextTooLong(
+            f"context {max(wanted)} and {max(NEW)} new tokens exceed the window of {engine.window}; the longest is {longest}"
+        )
     fitting = [context for context in wanted if 1 <= context <= longest]
     pool_bytes = engine.layout.num_bytes(2 * (max(fitting, default=1) + max(NEW)) + 4096)
     generator = torch.Generator().manual_seed(seed)

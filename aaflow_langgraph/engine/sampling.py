@@ -47,6 +47,8 @@ class Sampling:
             raise ConfigError(f"seed must be None or an int in [0, 2**63), got {self.seed!r}")
         if not isinstance(self.stop, list | tuple) or not all(isinstance(s, str) and s for s in self.stop):
             raise ConfigError(f"stop must be a tuple of non-empty strings, got {self.stop!r}")
+        if not isinstance(self.logprobs, bool):
+            raise ConfigError(f"logprobs must be True or False, got {self.logprobs!r}")
         object.__setattr__(self, "stop", tuple(self.stop))
 
 

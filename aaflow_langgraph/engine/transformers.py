@@ -11,8 +11,9 @@ import inspect
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,7 @@ class TransformersEngine:
             ConfigError: Unknown model, dtype or device. Way out: fail.
             UnsupportedModel: See the class.
         """
-        if dtype != "auto" and dtype not in DTYPES:
+        if not isinstance(dtype, str) or (dtype != "auto" and dtype not in DTYPES):
             raise ConfigError(f"dtype must be one of auto, {', '.join(DTYPES)}, got {dtype!r}")
         target = pick_device(device)
         source = os.fspath(model) if isinstance(model, str | os.PathLike) else ""
@@ -118,12 +119,22 @@ class TransformersEngine:
         try:
             folder = _weights_folder(source)
             tokenizer = AutoTokenizer.from_pretrained(source)
-            loaded = AutoModelForCausalLM.from_pretrained(source, dtype="auto" if dtype == "auto" else DTYPES[dtype])
-        except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
+            answer: Any = AutoModelForCausalLM.from_pretrained(
+                source, dtype="auto" if dtype == "auto" else DTYPES[dtype], output_loading_info=True
+            )
+        except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
             raise ConfigError(
                 f"cannot load {source!r} as a causal language model: {_first_line(error)}. Pass a local directory written by "
                 "save_pretrained(), or the id of a model on the hub (and check that the hub is reachable)"
             ) from error
+        loaded, notes = answer
+        # Weights that the files lack were made up at random: the files' digest would name a model that nobody has (I6).
+        lacking = sorted({*notes["missing_keys"], *(str(key) for key in notes["mismatched_keys"])})
+        if lacking:
+            raise ConfigError(
+                f"the checkpoint {source!r} does not fit its configuration: {len(lacking)} weights are missing or of another "
+                f"shape, {lacking[0]} first; use a complete checkpoint"
+            )
         torch.nn.Module.to(loaded, target)  # the method itself is wrapped without types
         return cls(loaded, tokenizer, name=source, folder=folder, tenant=tenant)
 
@@ -152,8 +163,8 @@ class TransformersEngine:
         if num_tokens + max_tokens > self.window:
             raise ContextTooLong(
                 f"{num_tokens} context tokens + {max_tokens} new ones exceed the window of {self.window} tokens of "
-                f"{type(self.model).__name__}; shorten the context by {num_tokens + max_tokens - self.window} tokens or "
-                "lower max_tokens"
+                f"{type(self.model).__name__}; shorten the context by {num_tokens + max_tokens - self.window} tokens"
+                f"{' or lower max_tokens' if max_tokens else ''}"
             )
 
     def check_token_ids(self, token_ids: Sequence[int]) -> tuple[int, ...]:
@@ -172,15 +183,20 @@ class TransformersEngine:
             token_ids = token_ids.reshape(-1).tolist()
         if isinstance(token_ids, str | bytes):
             raise ConfigError("token ids are ints; for text use prefill() or generate()")
+        if isinstance(token_ids, Mapping):
+            raise ConfigError(
+                f"token ids are a sequence of ints, got {type(token_ids).__name__}; pass its ['input_ids']"
+            )
         try:
-            ids = tuple(token_ids)
+            # NumPy's integers are integers too; bool is one by accident.
+            ids = tuple(int(x) if isinstance(x, Integral) and not isinstance(x, bool) else x for x in token_ids)
         except TypeError as error:
             raise ConfigError(f"token ids are a sequence of ints, got {type(token_ids).__name__}") from error
         if not ids:
             raise ConfigError("there are no token ids; pass at least one")
-        bad = next((x for x in ids if type(x) is not int or not 0 <= x < self.vocab_size), None)
-        if bad is not None:
-            raise ConfigError(f"token id {bad!r} is not an int in [0, {self.vocab_size}), the model's vocabulary")
+        bad = [x for x in ids if type(x) is not int or not 0 <= x < self.vocab_size]
+        if bad:
+            raise ConfigError(f"token id {bad[0]!r} is not an int in [0, {self.vocab_size}), the model's vocabulary")
         return ids
 
     def forward(self, token_ids: Sequence[int], position: int, cache: Any) -> torch.Tensor:
@@ -412,6 +428,8 @@ def pick_device(device: str) -> torch.device:
     Raises:
         ConfigError: Unknown or absent. Way out: fail.
     """
+    if not isinstance(device, str):
+        raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {device!r}")
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

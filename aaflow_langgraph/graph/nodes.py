@@ -23,7 +23,7 @@ from aaflow_langgraph.errors import ConfigError
 from aaflow_langgraph.graph.prompt import Address, Prompt, state_values
 from aaflow_langgraph.graph.source import TextSource, TextSourceLike, text_source
 from aaflow_langgraph.graph.stream import ModelCall, report_usage, task_path, usage_dict
-from aaflow_langgraph.handle import MAX_LABEL_CHARS, KVHandle
+from aaflow_langgraph.handle import MAX_LABEL_CHARS, KVHandle, is_unicode
 from aaflow_langgraph.results import Usage
 
 if TYPE_CHECKING:
@@ -170,6 +170,10 @@ class _Options:
         usage_to: str | None,
         text_to: str | None = None,
     ) -> None:
+        named = {"writes": writes, "text_to": text_to, "usage_to": usage_to}
+        for option, key in (*named.items(), ("reads", reads), ("branch", branch), ("role", role)):
+            if key is not None and not isinstance(key, str):
+                raise ConfigError(f"{option} must be text, got {type(key).__name__}")
         self.broker = broker
         self.reads = None if reads is None else Address.parse(reads)
         self.writes = writes
@@ -180,7 +184,6 @@ class _Options:
         self.deterministic = deterministic
         self.usage_to = usage_to
         self.text_to = text_to
-        named = {"writes": writes, "text_to": text_to, "usage_to": usage_to}
         keys = [check_text(key, option) for option, key in named.items() if key is not None]
         if len(set(keys)) < len(keys):
             raise ConfigError(f"writes, text_to and usage_to must be different state keys, got {', '.join(keys)}")
@@ -189,8 +192,14 @@ class _Options:
         if writes is not None and "." in writes:
             key, _, rest = writes.partition(".")
             raise ConfigError(f"writes={writes!r} is no state key; one branch is writes={key!r}, branch={rest!r}")
-        if label is not None and len(label) > MAX_LABEL_CHARS:
-            raise ConfigError(f"label must have at most {MAX_LABEL_CHARS} characters, got {len(label)}")
+        if label is not None and (not isinstance(label, str) or len(label) > MAX_LABEL_CHARS or not is_unicode(label)):
+            raise ConfigError(f"label must be Unicode text of at most {MAX_LABEL_CHARS} characters, got {label!a:.80}")
+        for option, flag in (("raw", raw), ("deterministic", deterministic)):
+            if not isinstance(flag, bool):
+                raise ConfigError(f"{option} must be True or False, got {flag!r}")
+        for method in ("prefill", "generate", "namespace"):
+            if not hasattr(broker, method):
+                raise ConfigError(f"the first argument must be a KVBroker, got {type(broker).__name__}")
 
 
 class KVNode(Runnable[Any, dict[str, Any]]):
@@ -224,14 +233,14 @@ class KVNode(Runnable[Any, dict[str, Any]]):
         call = _Call(self._options, self.name, input, ensure_config(config), loop)
         await self._await_source(call)
         body = loop.run_in_executor(None, copy_context().run, self._body, call)
+        # Looked at even when this task is cancelled a second time while it waits for the body to end.
+        body.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
             return await asyncio.shield(body)
         except asyncio.CancelledError:
             call.cancel.set()
             # Nothing of this node runs on once its task is over.
             await asyncio.wait({body})
-            if not body.cancelled():
-                body.exception()
             raise
 
     @abstractmethod

@@ -121,6 +121,8 @@ class Address:
         Raises:
             ConfigError: It is no address. Way out: fail.
         """
+        if not isinstance(text, str):
+            raise ConfigError(f"reads must be text, got {type(text).__name__}")
         check_text(text, "reads")
         key, dot, branch = text.partition(".")
         if not key:
@@ -145,7 +147,8 @@ class Address:
             value, where = value[name], f"{where}.{name}"
         if value is None:
             raise ConfigError(
-                f"reads={where!r}, but the state holds no handle there; a node with writes={self.key!r} has to run before "
+                f"reads={where!r}, but the state holds no handle there (a value that is none is kept out of the state, see "
+                f"graph.rejected.rejected_writes()); a node with writes={self.key!r} has to run before "
                 f"this one (prefill_node(broker, text, writes={self.key!r}), say). The state has {_present(values)}"
             )
         if isinstance(value, Mapping) and "kv_id" not in value and _holds_handle(value):

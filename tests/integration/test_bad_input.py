@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from transformers import DynamicCache, QuantizedCache, StaticCache
 
-from aaflow_langgraph import AAFlowError, KVBroker, KVHandle, Sampling, TransformersEngine
+from aaflow_langgraph import AAFlowError, KVBroker, KVHandle, Sampling, TransformersEngine, generate_node
 from aaflow_langgraph.errors import (
     ConfigError,
     ContextTooLong,
@@ -174,7 +176,8 @@ BAD_IDS: list[tuple[Any, str]] = [
     (torch.tensor([[5, 6], [7, 8]]), "without padding"),
     (torch.tensor([[[5]]]), "vocabulary|without padding"),
     (torch.tensor([5.0]), "vocabulary"),
-    ({"input_ids": [5]}, "vocabulary"),
+    ({"input_ids": [5]}, "input_ids"),
+    ([None], "vocabulary"),
 ]
 
 
@@ -196,6 +199,58 @@ def test_one_row_of_a_tensor_is_a_sequence(broker: KVBroker) -> None:
     assert broker.materialize(torch.tensor([5, 6, 7])) == expected
     assert broker.materialize(torch.tensor([[5, 6, 7]])) == expected
     assert broker.materialize(iter([5, 6, 7])) == expected  # type: ignore[arg-type]
+    assert broker.materialize(numpy.array([5, 6, 7])) == expected
+
+
+def test_a_checkpoint_that_lacks_weights_or_holds_others_is_refused(tmp_path: Path) -> None:
+    """Weights made up at random must not go by the name of the files' digest (I6)."""
+    folder = tiny.save(tmp_path)
+    settings = json.loads((folder / "config.json").read_text())
+    for change in ({"num_hidden_layers": settings["num_hidden_layers"] + 1}, {"intermediate_size": 96}):
+        (folder / "config.json").write_text(json.dumps({**settings, **change, "layer_types": None}))
+        with pytest.raises(ConfigError):
+            KVBroker.open(folder, pool_bytes=1 << 20)
+
+
+def test_an_exact_handle_cannot_be_relabelled_as_approximate(broker: KVBroker) -> None:
+    handle = broker.prefill("A first document.").handle
+    refuses(broker, IncompatibleHandle, "approximate", lambda: broker.fork({**handle.to_dict(), "kv_exact": False}))
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"cancel": 5}, "threading.Event"),
+        ({"on_token": 5}, "callable"),
+        ({"raw": "no"}, "raw"),
+        ({"deterministic": "x"}, "deterministic"),
+        ({"role": "\ud800"}, "surrogate"),
+    ],
+)
+def test_options_of_the_wrong_type_are_refused_by_name(broker: KVBroker, options: dict[str, Any], match: str) -> None:
+    refuses(broker, ConfigError, match, lambda: broker.generate("A question?", **options))
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"label": 5}, "label"),
+        ({"label": "\ud800"}, "label"),
+        ({"writes": b"x"}, "writes"),
+        ({"reads": b"x"}, "reads"),
+        ({"text_to": b"x"}, "text_to"),
+        ({"role": b"x"}, "role"),
+        ({"raw": "no"}, "raw"),
+        ({"deterministic": 1}, "deterministic"),
+    ],
+)
+def test_node_options_of_the_wrong_type_are_refused_when_the_graph_is_built(
+    broker: KVBroker, options: dict[str, Any], match: str
+) -> None:
+    with pytest.raises(ConfigError, match=match):
+        generate_node(broker, "A question?", **{"writes": "answer", **options})
+    with pytest.raises(ConfigError, match="KVBroker"):
+        generate_node("broker", "A question?", writes="answer")  # type: ignore[arg-type]
 
 
 def test_a_context_beyond_the_window_is_refused_with_the_numbers(broker: KVBroker) -> None:
