@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -29,7 +29,7 @@ from aaflow_langgraph.errors import (
 )
 from aaflow_langgraph.evict.lru import least_recently_used
 from aaflow_langgraph.generation import TextStream, derive_seed, make_generator
-from aaflow_langgraph.handle import MAX_LABEL_CHARS, KVHandle, is_unicode, make_preview
+from aaflow_langgraph.handle import KVHandle, check_label, make_preview
 from aaflow_langgraph.hashing import prefix_id
 from aaflow_langgraph.index.base import Index
 from aaflow_langgraph.index.memory import MemoryIndex
@@ -42,6 +42,7 @@ from aaflow_langgraph.session import Session
 from aaflow_langgraph.store import ExtentStore, TokenSequence
 
 HandleLike = KVHandle | Mapping[str, Any]
+Result = TypeVar("Result")
 
 _SEQUENCES_KEPT = 128
 """Assembled token sequences kept ready; older ones are put together again from their recipes."""
@@ -162,7 +163,7 @@ class KVBroker:
         refuse_foreign_cache(handle)
         coerced = KVHandle.coerce(handle)
         self._known(coerced)
-        return coerced if label is None else replace(coerced, kv_label=_checked_label(label))
+        return coerced if label is None else replace(coerced, kv_label=check_label(label))
 
     def evict(self, handle: HandleLike) -> int:
         """Forget the KV of ``handle``, last extent first, down to what others build on or read; bytes freed.
@@ -301,7 +302,7 @@ class KVBroker:
         prompt = check_text(prompt, "the prompt")
         extension = self._extend(known, role, prompt, what="the prompt", raw=raw, generate=True)
         self.engine.check_fits(len(extension.token_ids), sampling.max_tokens)
-        label = _checked_label(label)
+        label = check_label(label)
         generator = make_generator(
             sampling, lambda: derive_seed(known.kv_id if known else "", extension.token_ids, sampling, seed_path)
         )
@@ -337,7 +338,7 @@ class KVBroker:
             if rest:
                 yield TokenDelta(None, rest)
             content = self.engine.frame.split_at(ids, text.text) if text.stopped else tuple(ids)
-            handle = self._seal_generation(session, known, extension, content, ids, label, prompt, text.text)
+            handle = self._seal_generation(session, known, extension, sequence, content, ids, label, prompt, text.text)
             usage = self._usage(
                 session,
                 num_prompt,
@@ -475,21 +476,16 @@ class KVBroker:
         cancel: threading.Event | None = None,
     ) -> Prefilled:
         """Async ``prefill``; cancelling the task stops it before its next forward."""
-        stop = cancel or threading.Event()
-        try:
-            return await asyncio.to_thread(
-                self.prefill,
-                text,
-                parent=parent,
-                role=role,
-                raw=raw,
-                label=label,
-                deterministic=deterministic,
-                cancel=stop,
-            )
-        except asyncio.CancelledError:
-            stop.set()
-            raise
+        return await _cancellable(
+            self.prefill,
+            text,
+            cancel,
+            parent=parent,
+            role=role,
+            raw=raw,
+            label=label,
+            deterministic=deterministic,
+        )
 
     async def agenerate(
         self,
@@ -506,24 +502,19 @@ class KVBroker:
         cancel: threading.Event | None = None,
     ) -> Generation:
         """Async ``generate``; cancelling the task stops the generation. ``on_token`` runs in the worker thread."""
-        stop = cancel or threading.Event()
-        try:
-            return await asyncio.to_thread(
-                self.generate,
-                prompt,
-                parent=parent,
-                role=role,
-                raw=raw,
-                sampling=sampling,
-                label=label,
-                deterministic=deterministic,
-                seed_path=seed_path,
-                on_token=on_token,
-                cancel=stop,
-            )
-        except asyncio.CancelledError:
-            stop.set()
-            raise
+        return await _cancellable(
+            self.generate,
+            prompt,
+            cancel,
+            parent=parent,
+            role=role,
+            raw=raw,
+            sampling=sampling,
+            label=label,
+            deterministic=deterministic,
+            seed_path=seed_path,
+            on_token=on_token,
+        )
 
     async def afirst_logits(self, handle: HandleLike, token_ids: Sequence[int]) -> torch.Tensor:
         """Async ``first_logits``."""
@@ -563,7 +554,7 @@ class KVBroker:
         """Make the KV of ``ids`` exist, publish it, register the recipe."""
         started = time.perf_counter()
         self.engine.check_fits(len(ids))
-        label = _checked_label(label)
+        label = check_label(label)
         if num_shared is None:
             num_shared = parent.stop if parent else 0
         with self._session(deterministic, cancel) as session:
@@ -658,6 +649,7 @@ class KVBroker:
         session: Session,
         parent: Recipe | None,
         extension: Extension,
+        prompted: TokenSequence,
         content: tuple[int, ...],
         decoded: list[int],
         label: str,
@@ -665,7 +657,7 @@ class KVBroker:
         text: str,
     ) -> KVHandle:
         """Publish what was computed of a generated turn and name prompt, answer and end of turn by one handle."""
-        prompt_ids = extension.token_ids
+        prompt_ids = prompted.token_ids
         raw = extension.turns[-1].role == ""
         role = "" if raw else "assistant"
         turn = Turn(role, _whole(content, len(prompt_ids)), False)
@@ -675,7 +667,7 @@ class KVBroker:
             ids += self.engine.frame.end_of_turn(ids, turns)
         kept = sum(1 for _ in _equal_front(content, decoded))
         computed = min(session.position, len(prompt_ids) + kept)
-        sequence = self._store.sequence(ids)
+        sequence = self._store.sequence(ids, prompted.hashes)
         session.seal(sequence, computed)
         return self._register(
             parent, sequence, len(ids) - computed, turns, "generate", label, f"{prompt} {text}", extension.num_shared
@@ -791,7 +783,6 @@ class KVBroker:
     ) -> Extension:
         if not isinstance(raw, bool):
             raise ConfigError(f"raw must be True or False, got {raw!r}")
-        check_text(role, "role")
         before = self._sequence(parent.kv_id).token_ids if parent else ()
         turns = parent.turns if parent else ()
         return self.engine.frame.extend(before, turns, role, text, what=what, raw=raw, generate=generate)
@@ -823,6 +814,18 @@ class KVBroker:
         return Usage(num_context, num_reused, num_context - num_reused, num_decoded, ttft or total, total, reuse)
 
 
+async def _cancellable(
+    call: Callable[..., Result], text: str, cancel: threading.Event | None, **options: Any
+) -> Result:
+    """``call`` in a thread; cancelling the task sets the event that stops it before its next forward."""
+    stop = threading.Event() if cancel is None else cancel
+    try:
+        return await asyncio.to_thread(call, text, cancel=stop, **options)
+    except asyncio.CancelledError:
+        stop.set()
+        raise
+
+
 def _whole(ids: Sequence[int], start: int = 0) -> Span:
     return Span(start, start + len(ids))
 
@@ -836,11 +839,3 @@ def _equal_front(a: Sequence[int], b: Sequence[int]) -> Iterator[int]:
 
 def _has_chat(recipe: Recipe) -> bool:
     return any(turn.role for turn in recipe.turns)
-
-
-def _checked_label(label: str) -> str:
-    if not isinstance(label, str) or len(label) > MAX_LABEL_CHARS or not is_unicode(label):
-        raise ConfigError(
-            f"label must be Unicode text of at most {MAX_LABEL_CHARS} characters, got {ascii(label)[:80]}"
-        )
-    return label

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from aaflow_langgraph.errors import MalformedHandle
+from aaflow_langgraph.errors import ConfigError, MalformedHandle
 
 DIGEST_PATTERN = re.compile(r"[0-9a-f]{64}")
 MAX_LABEL_CHARS = 64
@@ -95,6 +95,19 @@ def make_preview(text: str) -> str:
         return words
     half = (MAX_PREVIEW_CHARS - 3) // 2
     return f"{words[:half].rstrip()} … {words[-half:].lstrip()}"
+
+
+def check_label(label: object) -> str:
+    """``label`` itself when a handle can carry it.
+
+    Raises:
+        ConfigError: It is no text, too long, or cannot be serialised. Way out: fail.
+    """
+    if not isinstance(label, str) or len(label) > MAX_LABEL_CHARS or not is_unicode(label):
+        raise ConfigError(
+            f"label must be Unicode text of at most {MAX_LABEL_CHARS} characters, got {ascii(label)[:80]}"
+        )
+    return label
 
 
 def is_unicode(text: str) -> bool:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 from aaflow_langgraph.handle import KVHandle
 
@@ -32,10 +32,6 @@ class Usage:
     ttft_s: float
     total_s: float
     reuse: Reuse
-
-    def to_dict(self) -> dict[str, Any]:
-        """The fields as a JSON-ready dict."""
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)

@@ -154,11 +154,6 @@ class ExtentStore:
                     freed += self._evict(record.extent_id)
             return freed
 
-    def quarantine(self, record: ExtentRecord) -> None:
-        """Forget an extent whose bytes cannot be trusted, as soon as nobody reads it."""
-        with self._lock:
-            self._evict(record.extent_id)
-
     def note_overflow(self, change_bytes: int) -> None:
         """Count bytes that requests hold outside of the pool because it was full."""
         with self._lock:

@@ -103,8 +103,7 @@ class ChatFrame:
             span = Span(len(prior_ids), len(prior_ids) + len(ids))
             closed = tuple(Turn(t.role, t.content, False) for t in turns)
             return Extension(prior_ids + ids, (*closed, Turn("", span, False)), len(prior_ids))
-        if not isinstance(role, str) or not role:
-            raise ConfigError(f"role must be a non-empty name that the chat template knows, got {role!r}")
+        check_text(role, "role")
         if not self.has_template:
             raise ConfigError(
                 "the tokenizer has no chat template, so a prompt has no turns: pass raw=True for plain continuation, or set "

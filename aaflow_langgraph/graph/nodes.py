@@ -23,7 +23,7 @@ from aaflow_langgraph.errors import ConfigError
 from aaflow_langgraph.graph.prompt import Address, Prompt, state_values
 from aaflow_langgraph.graph.source import TextSource, TextSourceLike, text_source
 from aaflow_langgraph.graph.stream import ModelCall, report_usage, task_path, usage_dict
-from aaflow_langgraph.handle import MAX_LABEL_CHARS, KVHandle, is_unicode
+from aaflow_langgraph.handle import MAX_LABEL_CHARS, KVHandle, check_label
 from aaflow_langgraph.results import Usage
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ class _Options:
         self.branch = None if branch is None else Prompt.parse(branch, what="branch")
         self.role = check_text(role, "role")
         self.raw = raw
-        self.label = label
+        self.label = None if label is None else check_label(label)
         self.deterministic = deterministic
         self.usage_to = usage_to
         self.text_to = text_to
@@ -192,8 +192,6 @@ class _Options:
         if writes is not None and "." in writes:
             key, _, rest = writes.partition(".")
             raise ConfigError(f"writes={writes!r} is no state key; one branch is writes={key!r}, branch={rest!r}")
-        if label is not None and (not isinstance(label, str) or len(label) > MAX_LABEL_CHARS or not is_unicode(label)):
-            raise ConfigError(f"label must be Unicode text of at most {MAX_LABEL_CHARS} characters, got {label!a:.80}")
         for option, flag in (("raw", raw), ("deterministic", deterministic)):
             if not isinstance(flag, bool):
                 raise ConfigError(f"{option} must be True or False, got {flag!r}")

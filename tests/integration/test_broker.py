@@ -239,7 +239,7 @@ def test_a_lease_that_runs_out_while_its_reader_runs_costs_time_only(
             clock.advance(LEASE_S + 1)
             broker.stats()  # sweeps
             for record in sorted(broker._store.index.records(), key=lambda r: -r.stop):
-                broker._store.quarantine(record)
+                broker._store._evict(record.extent_id)
             scribble(broker)
 
     before = broker.stats()
@@ -447,7 +447,7 @@ def test_a_long_chain_of_turns_goes_on_right_after_everything_was_evicted(open_b
     expected = [broker.generate("and?", parent=h, sampling=FEW).token_ids for h in chain]
     broker._sequences.clear()
     for record in sorted(broker._store.index.records(), key=lambda r: -r.stop):
-        broker._store.quarantine(record)
+        broker._store._evict(record.extent_id)
     assert broker.stats().pool_used_bytes == 0
     assert [broker.generate("and?", parent=h, sampling=FEW).token_ids for h in chain] == expected
 
