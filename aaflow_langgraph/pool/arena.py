@@ -26,10 +26,11 @@ class Allocation:
 
 
 class Arena:
-    """Allocator over ``[0, capacity_bytes)``."""
+    """Allocator over ``[0, capacity_bytes)``; offsets and sizes are multiples of ``alignment_bytes``."""
 
-    def __init__(self, capacity_bytes: int) -> None:
-        self.capacity_bytes = capacity_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+    def __init__(self, capacity_bytes: int, alignment_bytes: int = ALIGNMENT_BYTES) -> None:
+        self.alignment_bytes = alignment_bytes
+        self.capacity_bytes = capacity_bytes // alignment_bytes * alignment_bytes
         self.used_bytes = 0
         self.peak_bytes = 0
         self._free: list[tuple[int, int]] = [(0, self.capacity_bytes)] if self.capacity_bytes else []
@@ -42,8 +43,8 @@ class Arena:
         return max((size for _, size in self._free), default=0)
 
     def reserve(self, num_bytes: int) -> Allocation | None:
-        """The first free range of ``num_bytes`` (rounded up to 64), or None."""
-        size = _aligned(num_bytes)
+        """The first free range of ``num_bytes`` (rounded up to the alignment), or None."""
+        size = self._aligned(num_bytes)
         if size < 1:
             raise ValueError(
                 f"cannot reserve {num_bytes} bytes: an empty range would share its offset with the next one"
@@ -68,8 +69,8 @@ class Arena:
 
     def shrink(self, allocation: Allocation, num_bytes: int) -> Allocation:
         """Keep the first ``num_bytes``; same generation."""
-        self._require(allocation)
-        size = _aligned(num_bytes)
+        self.require(allocation)
+        size = self._aligned(num_bytes)
         if not 0 < size <= allocation.num_bytes:
             raise ValueError(f"cannot shrink {allocation.num_bytes} bytes to {num_bytes}")
         kept = Allocation(allocation.offset, size, allocation.generation)
@@ -79,14 +80,14 @@ class Arena:
 
     def free(self, allocation: Allocation) -> None:
         """Give the range back. Freeing twice is a bug of ours and raises."""
-        self._require(allocation)
+        self.require(allocation)
         del self._taken[allocation.offset]
         self._give_back(allocation.offset, allocation.num_bytes)
 
     def check(self) -> list[str]:
         """Violations of I1 and I10: ranges overlap, leave gaps, or do not add up."""
         ranges = sorted(
-            [(o, s, "free") for o, s in self._free] + [(a.offset, a.num_bytes, "used") for a in self._live()]
+            [(o, s, "free") for o, s in self._free] + [(a.offset, a.num_bytes, "used") for a in self.live()]
         )
         found = []
         at, was_free = 0, False
@@ -98,15 +99,17 @@ class Arena:
             at, was_free = offset + size, kind == "free"
         if at != self.capacity_bytes:
             found.append(f"ranges end at byte {at}, capacity is {self.capacity_bytes}")
-        used = sum(a.num_bytes for a in self._live())
+        used = sum(a.num_bytes for a in self.live())
         if used != self.used_bytes or used + sum(s for _, s in self._free) != self.capacity_bytes:
             found.append(f"used {used}, counted {self.used_bytes}, capacity {self.capacity_bytes} do not add up")
         return found
 
-    def _live(self) -> list[Allocation]:
+    def live(self) -> list[Allocation]:
+        """Every live allocation."""
         return list(self._taken.values())
 
-    def _require(self, allocation: Allocation) -> None:
+    def require(self, allocation: Allocation) -> None:
+        """Raise ValueError unless exactly this range is live."""
         if self._taken.get(allocation.offset) != allocation:
             raise ValueError(f"{allocation} is not live")
 
@@ -121,6 +124,5 @@ class Arena:
         if at and sum(self._free[at - 1]) == offset:
             self._free[at - 1 : at + 1] = [(self._free[at - 1][0], self._free[at - 1][1] + self._free[at][1])]
 
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    def _aligned(self, num_bytes: int) -> int:
+        return -(-num_bytes // self.alignment_bytes) * self.alignment_bytes

@@ -7,6 +7,7 @@ quarter of the speed of touched ones.
 from __future__ import annotations
 
 import math
+import secrets
 
 import torch
 
@@ -15,27 +16,24 @@ from aaflow_langgraph.model import Tier
 from aaflow_langgraph.pool.arena import ALIGNMENT_BYTES, Allocation, Arena
 
 
-class HostPool:
-    """A pool in main memory. See ``Pool`` for the contract.
+class RegionPool:
+    """A pool over one region of bytes, wherever it lies: an arena beside a tensor. See ``Pool`` for the contract.
+
+    Subclasses set ``_bytes``, a uint8 tensor of the arena's capacity.
 
     Raises:
-        ConfigError: ``capacity_bytes`` is below one alignment unit or more than the machine gives. Way out: fail.
+        ConfigError: ``capacity_bytes`` is below one alignment unit. Way out: fail.
     """
 
     tier: Tier = "host"
 
-    def __init__(self, capacity_bytes: int, *, device: torch.device | str = "cpu") -> None:
-        if type(capacity_bytes) is not int or capacity_bytes < ALIGNMENT_BYTES:
-            raise ConfigError(f"pool_bytes must be an int of at least {ALIGNMENT_BYTES}, got {capacity_bytes!r}")
-        self._arena = Arena(capacity_bytes)
+    def __init__(self, capacity_bytes: int, alignment_bytes: int) -> None:
+        if type(capacity_bytes) is not int or capacity_bytes < alignment_bytes:
+            raise ConfigError(f"pool_bytes must be an int of at least {alignment_bytes}, got {capacity_bytes!r}")
+        self._arena = Arena(capacity_bytes, alignment_bytes)
+        self.owner = secrets.token_hex(16)
         self._closed = False
-        try:
-            self._bytes = torch.zeros(self._arena.capacity_bytes, dtype=torch.uint8, device=device)
-            self._bytes.fill_(1)  # zeros() may map one shared page; writing makes every page ours
-        except RuntimeError as error:  # torch raises RuntimeError for out of memory, on every device
-            raise ConfigError(
-                f"cannot take {capacity_bytes} bytes on {device} for the pool; pass a smaller pool_bytes"
-            ) from error
+        self._bytes = torch.empty(0, dtype=torch.uint8)
 
     @property
     def capacity_bytes(self) -> int:
@@ -58,6 +56,9 @@ class HostPool:
     def free(self, allocation: Allocation) -> None:
         self._arena.free(allocation)
 
+    def publish(self, allocation: Allocation) -> None:
+        """Nothing to do: nobody else reads this memory."""
+
     def is_live(self, allocation: Allocation) -> bool:
         return self._arena.is_live(allocation)
 
@@ -76,3 +77,21 @@ class HostPool:
         # The bookkeeping stays: a request that still runs gives its ranges back into it, its views keep the memory until then.
         self._closed = True
         self._bytes = torch.empty(0, dtype=torch.uint8)
+
+
+class HostPool(RegionPool):
+    """A pool in main memory that only this process reads. See ``Pool`` for the contract.
+
+    Raises:
+        ConfigError: ``capacity_bytes`` is below one alignment unit or more than the machine gives. Way out: fail.
+    """
+
+    def __init__(self, capacity_bytes: int, *, device: torch.device | str = "cpu") -> None:
+        super().__init__(capacity_bytes, ALIGNMENT_BYTES)
+        try:
+            self._bytes = torch.zeros(self._arena.capacity_bytes, dtype=torch.uint8, device=device)
+            self._bytes.fill_(1)  # zeros() may map one shared page; writing makes every page ours
+        except RuntimeError as error:  # torch raises RuntimeError for out of memory, on every device
+            raise ConfigError(
+                f"cannot take {capacity_bytes} bytes on {device} for the pool; pass a smaller pool_bytes"
+            ) from error

@@ -25,6 +25,19 @@ def test_a_range_is_rounded_up_to_the_alignment() -> None:
     assert arena.used_bytes == 192
 
 
+def test_another_alignment_rounds_sizes_offsets_and_capacity() -> None:
+    arena = Arena(5 * 4096 + 4095, alignment_bytes=4096)
+    assert arena.capacity_bytes == 5 * 4096
+    first, second = take(arena, 64), take(arena, 4097)
+    assert (first.offset, first.num_bytes) == (0, 4096)
+    assert (second.offset, second.num_bytes) == (4096, 8192)
+    kept = arena.shrink(second, 1)
+    assert kept.num_bytes == 4096
+    assert arena.used_bytes == 8192
+    assert arena.check() == []
+    assert Arena(4095, alignment_bytes=4096).capacity_bytes == 0
+
+
 def test_capacity_is_rounded_down() -> None:
     assert Arena(1000).capacity_bytes == 960
     assert Arena(63).capacity_bytes == 0
@@ -126,40 +139,43 @@ def test_check_sees_what_is_broken() -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from(["reserve", "free", "shrink"]), st.integers(0, 700)), max_size=60))
-def test_any_sequence_of_calls_equals_a_byte_map(calls: list[tuple[str, int]]) -> None:
-    """Oracle: one list entry per 64 bytes, holding the number of its owner."""
+@given(
+    st.lists(st.tuples(st.sampled_from(["reserve", "free", "shrink"]), st.integers(0, 700)), max_size=60),
+    st.sampled_from([ALIGNMENT_BYTES, 128]),
+)
+def test_any_sequence_of_calls_equals_a_byte_map(calls: list[tuple[str, int]], alignment: int) -> None:
+    """Oracle: one list entry per aligned unit, holding the number of its owner."""
     capacity = 2048
-    arena, owners = Arena(capacity), [0] * (capacity // ALIGNMENT_BYTES)
+    arena, owners = Arena(capacity, alignment), [0] * (capacity // alignment)
     live: list[Allocation] = []
     seen: set[int] = set()
     peak = 0
     for what, number in calls:
         if what == "reserve":
             allocation = arena.reserve(number + 1)
-            units = -(-(number + 1) // ALIGNMENT_BYTES)
+            units = -(-(number + 1) // alignment)
             runs = "".join("x" if owner else "." for owner in owners)
             assert (allocation is not None) == ("." * units in runs)
             if allocation is not None:
                 assert allocation.generation not in seen
                 seen.add(allocation.generation)
-                at = allocation.offset // ALIGNMENT_BYTES
+                at = allocation.offset // alignment
                 assert owners[at : at + units] == [0] * units
                 owners[at : at + units] = [allocation.generation] * units
                 live.append(allocation)
         elif live:
             allocation = live.pop(number % len(live))
-            at, units = allocation.offset // ALIGNMENT_BYTES, allocation.num_bytes // ALIGNMENT_BYTES
+            at, units = allocation.offset // alignment, allocation.num_bytes // alignment
             if what == "free":
                 arena.free(allocation)
                 owners[at : at + units] = [0] * units
                 assert not arena.is_live(allocation)
             else:
                 kept = arena.shrink(allocation, number % allocation.num_bytes + 1)
-                keep = kept.num_bytes // ALIGNMENT_BYTES
+                keep = kept.num_bytes // alignment
                 owners[at + keep : at + units] = [0] * (units - keep)
                 live.append(kept)
-        used = sum(1 for owner in owners if owner) * ALIGNMENT_BYTES
+        used = sum(1 for owner in owners if owner) * alignment
         peak = max(peak, used)
         assert (arena.used_bytes, arena.peak_bytes) == (used, peak)
         assert arena.check() == []
