@@ -8,6 +8,9 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
+from aaflow_langgraph.evict.base import TIES
+from aaflow_langgraph.evict.policies import POLICIES
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; the exit code is 0, or 2 with one line on stderr when the input is wrong."""
@@ -31,6 +34,7 @@ def _parser() -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="measure on this machine").add_subparsers(dest="bench", required=True)
     ttft = bench.add_parser("ttft", help="time to first token: reuse against re-prefill and against the bound")
     fork = bench.add_parser("fork", help="what a fork costs in time and bytes")
+    evict = bench.add_parser("evict", help="hit rates of eviction policies on traces, beside what could be hit")
     for command in (ttft, fork):
         command.add_argument("--model", default=None, help="hub id or directory (default: the demo model)")
         command.add_argument("--dtype", default="auto", help="float32, bfloat16, float16 or auto (the checkpoint's)")
@@ -40,10 +44,30 @@ def _parser() -> argparse.ArgumentParser:
     )
     ttft.add_argument("--rounds", type=_rounds, default=5, help="interleaved rounds, at least 5 (default 5)")
     fork.add_argument("--context", type=_count, default=8192, help="context tokens (default 8192, cut to the window)")
+    evict.add_argument(
+        "--trace", nargs="+", action="extend", required=True, metavar="FILE", help="Mooncake or kv-cache-tester traces"
+    )
+    evict.add_argument("--policy", nargs="+", choices=list(POLICIES), default=list(POLICIES), help="default all")
+    evict.add_argument(
+        "--blocks", type=_counts, default=None, help="pool sizes, comma-separated; default 1000,2500,5000,10000,20000"
+    )
+    evict.add_argument(
+        "--ties", nargs="+", choices=list(TIES), default=["oldest"], help="which of equals goes first (default oldest)"
+    )
     return parser
 
 
+def _bench_evict(arguments: argparse.Namespace) -> int:
+    from aaflow_langgraph.bench import evict, traces
+
+    trace = traces.read(arguments.trace)
+    evict.report(evict.run(trace, arguments.policy, arguments.blocks or evict.BLOCKS, arguments.ties))
+    return 0
+
+
 def _bench(arguments: argparse.Namespace) -> int:
+    if arguments.bench == "evict":  # needs no model
+        return _bench_evict(arguments)
     import torch
     import transformers
 
