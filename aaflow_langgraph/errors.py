@@ -11,11 +11,13 @@ AAFlowError                         .recovery
 |  `- NotComposable                 fail       segments that cannot be joined
 |- KVMissing(LookupError)           recompute  KV is not where it was
 |  |- Evicted
-|  `- LeaseExpired
+|  |- LeaseExpired
+|  `- Fenced                                   an owner's lease in the index ran out
 |- RecipeMissing(LookupError)       fail       nothing is left to rebuild from
 |- CapacityError(MemoryError)       retry
 |  `- PoolExhausted                            asked, free, pinned, evictable: all in the message
-|- IndexUnavailable(ConnectionError) retry
+|- IndexUnavailable(ConnectionError) retry    the index does not answer
+|  `- IndexFull                                its server is out of memory: it reads and forgets, but takes nothing new
 |- Cancelled(RuntimeError)          fail       the caller cancelled a generation
 `- IntegrityError(RuntimeError)     fail       bytes or records that contradict each other: quarantine, never serve
 ```
@@ -82,6 +84,10 @@ class LeaseExpired(KVMissing):
     """The lease ran out or was fenced: it grants nothing any more (I7)."""
 
 
+class Fenced(KVMissing):
+    """The index does not know this owner under this epoch any more: it joins again and announces what it holds."""
+
+
 class RecipeMissing(AAFlowError, LookupError):
     """No recipe is known for a handle, so its KV cannot be rebuilt."""
 
@@ -100,6 +106,10 @@ class IndexUnavailable(AAFlowError, ConnectionError):
     """The index does not answer."""
 
     recovery: Recovery = "retry"
+
+
+class IndexFull(IndexUnavailable):
+    """The index' server is out of memory: it answers and forgets, but takes nothing new."""
 
 
 class Cancelled(AAFlowError, RuntimeError):

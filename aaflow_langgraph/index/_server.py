@@ -1,0 +1,115 @@
+"""One Redis server as the index sees it: scripts by name, our keys, typed errors. Knows no extents.
+
+All keys of a namespace carry one hash tag, so they lie in one slot, on one node of a cluster, and one client serves them;
+when the slot moves, the server says so and the client follows.
+
+Nothing is retried: a reply that got lost does not tell whether the script ran. Dead connections are noticed when they are
+taken from the pool, scripts that the server forgot are loaded again.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import redis
+from redis.commands.core import Script
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import MovedError, OutOfMemoryError, RedisError, ResponseError
+
+from aaflow_langgraph.errors import AAFlowError, IndexFull, IndexUnavailable, IntegrityError
+from aaflow_langgraph.index._lua import scripts
+
+_STUMBLED = (
+    "WRONGTYPE",
+    "not a valid float",
+    "attempt to ",
+)  # a key of another type, a value that is no number, a Lua error
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+class Server:
+    """Runs the index's scripts.
+
+    Args:
+        client: Ours alone; replies are bytes.
+        namespace: Digest whose keys are meant.
+        clock: Seconds instead of the server's, for tests with a clock that stands still; production passes none (C10).
+        revive: Called when no connection can be made, for a server that is ours to start.
+        follow: A client for the node (host, port) that the namespace's slot has moved to.
+    """
+
+    def __init__(
+        self,
+        client: redis.Redis,
+        namespace: str,
+        *,
+        clock: Callable[[], float] | None = None,
+        revive: Callable[[], object] | None = None,
+        follow: Callable[[str, int], redis.Redis] | None = None,
+    ) -> None:
+        self.client = client
+        self._clock = clock
+        self._revive = revive
+        self._follow = follow
+        self._scripts = {
+            name: (client.register_script(script.text), key_names(namespace, script.keys))
+            for name, script in scripts().items()
+        }
+
+    def run(self, name: str, *arguments: str | bytes) -> Any:
+        """Run one script with the time and ``arguments``.
+
+        Raises:
+            IndexFull: The server is out of memory and the script writes. Way out: go on without.
+            IndexUnavailable: No reply. Way out: go on without, try again later.
+            IntegrityError: The script stumbled over what others wrote under our keys.
+        """
+        script, keys = self._scripts[name]
+        now = "" if self._clock is None else repr(float(self._clock()))
+        try:
+            return script(keys, (now, *arguments), self.client)
+        except MovedError as error:
+            return self._elsewhere(error, script, keys, (now, *arguments))
+        except RedisConnectionError as error:
+            self._try_to_revive()
+            raise explained(error) from error
+        except RedisError as error:
+            raise explained(error) from error
+
+    def close(self) -> None:
+        """Close every connection. Idempotent."""
+        self.client.close()
+        self.client.connection_pool.disconnect()
+
+    def _elsewhere(self, moved: MovedError, script: Script, keys: tuple[str, ...], arguments: tuple[Any, ...]) -> Any:
+        if self._follow is None:
+            raise explained(moved) from moved
+        try:
+            before, self.client = self.client, self._follow(moved.host, moved.port)
+            before.connection_pool.disconnect(inuse_connections=False)
+            return script(keys, arguments, self.client)
+        except RedisError as error:
+            raise explained(error) from error
+
+    def _try_to_revive(self) -> None:
+        if self._revive is not None:
+            self._revive()
+
+
+def key_names(namespace: str, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Our keys in Redis: half of the digest is as unguessable as all of it, and shorter on the wire (S9)."""
+    if not _DIGEST.fullmatch(namespace):
+        raise IntegrityError("a namespace is a digest of 64 hex digits")
+    return tuple(f"aaflow:{{{namespace[:32]}}}:{name}" for name in names)
+
+
+def explained(error: RedisError) -> AAFlowError:
+    """What an error of the client means for the index. No message of ours quotes credentials; the server's do not either."""
+    text = str(error)
+    if isinstance(error, OutOfMemoryError):
+        return IndexFull(f"the index's server is out of memory: {text}; raise maxmemory or stop what else fills it")
+    if isinstance(error, ResponseError) and any(sign in text for sign in _STUMBLED) and "ACL" not in text:
+        return IntegrityError(f"others wrote under the index's keys: {text}")
+    return IndexUnavailable(f"the index's server does not serve: {type(error).__name__}: {text}")

@@ -1,0 +1,6 @@
+#!lua flags=no-writes
+-- How many leases there are (Index.num_leases).
+-- Keys: below. Arguments: now or ''.
+-- Reply: the number.
+local leases = KEYS[1]
+return redis.call('ZCARD', leases)
