@@ -21,8 +21,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from aaflow_langgraph._cache_dir import cache_dir
 from aaflow_langgraph.hashing import digest
 from aaflow_langgraph.model import BLOCK_TOKENS, LAYOUT_VERSION, Namespace
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+from aaflow_langgraph.tensors import DTYPES as DTYPES
+from aaflow_langgraph.tensors import dtype_name as dtype_name
+from aaflow_langgraph.tensors import tensor_bytes as tensor_bytes
 
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.gguf")
 
@@ -112,6 +113,7 @@ def make_namespace(
     folder: Path | None,
     tenant: str,
     read_path: str,
+    lean: bool,
 ) -> Namespace:
     """The namespace of a loaded model for one tenant."""
     dtype = dtype_name(model.dtype)
@@ -131,6 +133,7 @@ def make_namespace(
     )
     facts = (
         ("read_path", read_path),
+        ("lean", str(lean)),
         ("torch", torch.__version__),
         ("transformers", transformers.__version__),
         ("threads", str(torch.get_num_threads())),
@@ -138,18 +141,6 @@ def make_namespace(
         ("device", str(model.device)),
     )
     return Namespace(digest=value, model=name, dtype=dtype, tenant=tenant, facts=facts)
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """``torch.bfloat16`` as ``"bfloat16"``."""
-    return str(dtype).removeprefix("torch.")
-
-
-def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """The raw bytes of a tensor; zero copy for contiguous CPU tensors."""
-    flat = tensor.detach().contiguous().cpu().reshape(-1)
-    raw: Any = flat.view(torch.uint8).numpy()
-    return memoryview(raw) if flat.numel() else memoryview(b"")
 
 
 def _tensors(model: PreTrainedModel) -> Iterable[tuple[str, torch.Tensor]]:

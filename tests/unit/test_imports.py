@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2] / PACKAGE
 # A unit is a module or a folder right below the package; it may import itself and what stands in lower rows.
 ROWS: tuple[frozenset[str], ...] = (
     frozenset({"errors", "_cache_dir"}),
-    frozenset({"model", "handle", "hashing", "results", "assets", "_wheel", "_gguf"}),
+    frozenset({"model", "handle", "hashing", "results", "tensors", "assets", "_wheel", "_gguf"}),
     frozenset({"index", "pool", "engine", "evict"}),
     frozenset({"broker", "generation", "lease", "session", "store"}),
     frozenset({"graph", "checkpoint", "chat", "testing", "bench"}),
@@ -34,6 +34,7 @@ NEIGHBOURS = frozenset(
         ("assets", "_wheel"),
         ("index", "evict"),
         ("index", "pool"),
+        ("pool", "evict"),
         ("broker", "generation"),
         ("broker", "lease"),
         ("broker", "session"),

@@ -1,0 +1,234 @@
+"""The files of one namespace in one directory that many processes share. Knows names, descriptors and crashes; no format.
+
+    <directory>/                                  0700, ours alone
+        aaflow-disk-pool.json                     what this directory is, and in which version
+        tmp/<boot>-<pid>-<start>-<random>.tmp     being written; the name says by whom
+        quarantine/<time>-<random>-<file>         damaged, kept for a look
+        <namespace>/<first two digits>/<file>     whole: renamed here when every byte was on the disk
+
+There are no locks between processes: a file is named by its content, appears whole by a rename, and is never written again,
+so the last rename wins and both are right. Everything is reached from a directory's descriptor and no link is followed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import stat
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from aaflow_langgraph.errors import CapacityError, ConfigError, Evicted, IntegrityError, KVMissing
+from aaflow_langgraph.pool import _placed
+from aaflow_langgraph.pool._checked_read import DAMAGED
+from aaflow_langgraph.pool._disk_root import claim
+from aaflow_langgraph.pool._listing import FILE, FileFacts, Listing
+
+KEPT_IN_QUARANTINE = 8
+
+
+class Shelf:
+    """Opened once, used from any thread, between ``inside``. ``file`` is a name as ``_listing.FILE`` has it.
+
+    Raises:
+        ConfigError: The directory cannot be made or written, belongs to somebody else, holds something else, or was made by
+            a newer version. Way out: fail.
+    """
+
+    def __init__(self, directory: Path, namespace: str) -> None:
+        self.directory = directory
+        self.closed = False
+        self._namespace = namespace
+        self._lock = threading.Lock()
+        self._num_inside = 0
+        self._fds = contextlib.ExitStack()
+        try:
+            self._root = self._kept(claim(directory))
+            self._tmp = self._kept(_placed.made(self._root, "tmp"))
+            self._quarantine = self._kept(_placed.made(self._root, "quarantine"))
+            self._files = self._kept(_placed.made(self._root, namespace))
+            _placed.probe(self._tmp)
+        except OSError as error:
+            self._fds.close()
+            raise ConfigError(
+                f"{directory} cannot hold a disk pool: {error.strerror}; name a directory that uid {os.geteuid()} can write"
+            ) from error
+        except ConfigError:
+            self._fds.close()
+            raise
+        self.listing = Listing(self._files)
+
+    def close(self) -> None:
+        """Give the descriptors back once nobody is inside any more. Idempotent."""
+        with self._lock:
+            last, self.closed = not self.closed and self._num_inside == 0, True
+        if last:
+            self._fds.close()
+
+    @contextlib.contextmanager
+    def inside(self) -> Iterator[None]:
+        """Keeps the descriptors open: a number that was closed may be somebody else's directory a moment later.
+
+        Raises:
+            ValueError: Closed.
+        """
+        with self._lock:
+            if self.closed:
+                raise ValueError("the disk pool is closed")
+            self._num_inside += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_inside -= 1
+                last = self.closed and self._num_inside == 0
+            if last:
+                self._fds.close()
+
+    @contextlib.contextmanager
+    def regular(self, file: str) -> Iterator[int]:
+        """A descriptor for reading. What goes wrong with the file inside of the block is told with its name.
+
+        Raises:
+            Evicted: It is not there. Way out: recompute.
+            KVMissing: It cannot be read now. Way out: recompute.
+            IntegrityError: The disk lost it, or it is no file; links are not followed. Way out: fail.
+        """
+        try:
+            with self._folder(file) as folder:
+                fd = os.open(file, _placed.FILE_FLAGS, dir_fd=folder)
+        except FileNotFoundError as error:
+            raise Evicted(f"{self.where(file)} is not there: it was never written, or removed to make room") from error
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.ENXIO):
+                raise IntegrityError(
+                    f"{self.where(file)} is a link or something else, no file; not followed"
+                ) from error
+            raise self._unreadable(file, error) from error
+        try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise IntegrityError("a directory or something else, no file")
+            yield fd
+        except IntegrityError as error:
+            raise IntegrityError(f"{self.where(file)}: {error}") from error
+        except OSError as error:
+            raise self._unreadable(file, error) from error
+        finally:
+            os.close(fd)
+
+    @contextlib.contextmanager
+    def quarantining(self, file: str, now_ns: int) -> Iterator[None]:
+        """Move a file, or what is in its place, away when the block finds it damaged. The oldest in quarantine go for it."""
+        try:
+            yield
+        except IntegrityError as error:
+            name = f"{now_ns:020d}-{secrets.token_hex(4)}-{file}"
+            try:
+                with self._folder(file) as folder:
+                    os.rename(file, name, src_dir_fd=folder, dst_dir_fd=self._quarantine)
+            except OSError as refused:  # somebody else moved it, or nothing can be moved
+                raise IntegrityError(f"{error}; not moved to quarantine: {refused.strerror}") from error
+            for old in self.quarantined()[:-KEPT_IN_QUARANTINE]:
+                with contextlib.suppress(OSError):  # a directory stays: it is not ours
+                    os.unlink(old, dir_fd=self._quarantine)
+            raise IntegrityError(f"{error}; moved to quarantine/") from error
+
+    @contextlib.contextmanager
+    def writing(self, num_bytes: int = 0) -> Iterator[None]:
+        """What the system refuses to a writer is a lack of room, whatever the reason: nothing was stored, all else works.
+
+        Raises:
+            CapacityError: It refused something inside of the block. Way out: retry.
+        """
+        try:
+            yield
+        except OSError as error:
+            raise CapacityError(
+                f"{self.directory} cannot be written ({num_bytes} bytes asked, {self._free_bytes()} free on its file system): "
+                f"{error.strerror}. Free some, give uid {os.geteuid()} the right to write, or name another directory; until then "
+                "KV is recomputed instead of read from disk"
+            ) from error
+
+    def write(self, file: str, parts: Sequence[memoryview], last_used_ns: int) -> None:
+        """Put a file in its place: whole and on the disk when this returns, nothing left behind when it raises ``OSError``."""
+        if sum(part.nbytes for part in parts) > self._free_bytes():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # found out before anything is written
+        os.close(_placed.made(self._files, self._checked(file)[:2]))
+        with self._folder(file) as folder:
+            _placed.place(self._tmp, parts, folder, file, last_used_ns)
+
+    def remove(self, file: str) -> bool:
+        """Take a file away; False when it was not there. Who has it open reads on."""
+        try:
+            with self._folder(file) as folder:
+                os.unlink(file, dir_fd=folder)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def facts(self, file: str) -> FileFacts | None:
+        """Size and last use as they are now; None when it is gone."""
+        try:
+            with self._folder(file) as folder:
+                status = os.stat(file, dir_fd=folder, follow_symlinks=False)
+        except FileNotFoundError:
+            return None
+        facts = FileFacts(status.st_size, status.st_mtime_ns)
+        self.listing.update(file, facts)
+        return facts
+
+    def foreign(self) -> list[str]:
+        """What lies among our files, and is none of ours."""
+        found = [f"{self._namespace}/{name}" for name in self.listing.foreign()]
+        return sorted(found + [f"tmp/{name}" for name in _placed.names(self._tmp) if not _placed.NAME.fullmatch(name)])
+
+    def quarantined(self) -> list[str]:
+        """What is in quarantine, oldest first."""
+        return sorted(_placed.names(self._quarantine))
+
+    def leftovers(self) -> list[str]:
+        """Unfinished files whose writers are gone."""
+        return sorted(name for name in _placed.names(self._tmp) if _placed.is_left(self._tmp, name))
+
+    def sweep(self) -> list[str]:
+        """Remove the leftovers; their names."""
+        swept = []
+        for name in self.leftovers():
+            with contextlib.suppress(FileNotFoundError):  # somebody else sweeps too
+                os.unlink(name, dir_fd=self._tmp)
+                swept.append(name)
+        return swept
+
+    def where(self, file: str) -> str:
+        """A file's place, for people."""
+        return f"{self.directory}/{self._namespace}/{file[:2]}/{file}"
+
+    def _kept(self, fd: int) -> int:
+        self._fds.callback(os.close, fd)
+        return fd
+
+    def _free_bytes(self) -> int:
+        """What the file system still gives to this user."""
+        status = os.fstatvfs(self._root)
+        return status.f_bavail * status.f_frsize
+
+    @contextlib.contextmanager
+    def _folder(self, file: str) -> Iterator[int]:
+        fd = os.open(self._checked(file)[:2], _placed.DIRECTORY_FLAGS, dir_fd=self._files)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+
+    def _checked(self, file: str) -> str:
+        """S2: nothing but names of this form becomes a path."""
+        if not FILE.fullmatch(file):
+            raise ConfigError(f"{file!r:.100} is no name of a file of a disk pool")
+        return file
+
+    def _unreadable(self, file: str, error: OSError) -> IntegrityError | KVMissing:
+        what = f"{self.where(file)} cannot be read: {error.strerror}"
+        return IntegrityError(what) if error.errno in DAMAGED else KVMissing(f"{what}; it is recomputed")
