@@ -9,7 +9,6 @@ memory once (``Peers``) and asks the header, after it read, whether the range wa
 from __future__ import annotations
 
 import os
-import secrets
 import weakref
 from pathlib import Path
 
@@ -41,7 +40,6 @@ class SharedPool(RegionPool):
 
     def __init__(self, capacity_bytes: int, *, run_dir: Path | None = None) -> None:
         super().__init__(capacity_bytes, GRANULE_BYTES)
-        self.owner = secrets.token_hex(16)
         self._pid = os.getpid()
         directory = RunDir.of(run_dir)
         with directory.opened():
