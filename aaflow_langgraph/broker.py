@@ -9,9 +9,8 @@ import asyncio
 import os
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -27,25 +26,32 @@ from aaflow_langgraph.errors import (
     IncompatibleHandle,
     RecipeMissing,
 )
+from aaflow_langgraph.evict.base import Policy
 from aaflow_langgraph.evict.lru import least_recently_used
+from aaflow_langgraph.evict.policies import policy
 from aaflow_langgraph.generation import TextStream, derive_seed, make_generator
 from aaflow_langgraph.handle import KVHandle, check_label, make_preview
 from aaflow_langgraph.hashing import prefix_id
 from aaflow_langgraph.index.base import Index
-from aaflow_langgraph.index.memory import MemoryIndex
-from aaflow_langgraph.model import Finding, Namespace, Operator, Receipt, Recipe, Span, Turn
+from aaflow_langgraph.index.guarded import GuardedIndex
+from aaflow_langgraph.index.opening import open_index
+from aaflow_langgraph.inflight import InFlight
+from aaflow_langgraph.keeper import Keeper
+from aaflow_langgraph.model import BLOCK_TOKENS, Finding, Namespace, Operator, Receipt, Recipe, Span, Tier, Turn
 from aaflow_langgraph.pool.base import Pool
 from aaflow_langgraph.pool.device import DevicePool
+from aaflow_langgraph.pool.disk import DiskPool
 from aaflow_langgraph.pool.host import HostPool
-from aaflow_langgraph.results import Generation, Prefilled, Reuse, Stats, TokenDelta, Usage
+from aaflow_langgraph.pool.peers import Peers
+from aaflow_langgraph.pool.shared import SharedPool
+from aaflow_langgraph.pool.sweep import sweep as sweep_pools
+from aaflow_langgraph.recipes import RecipeBook
+from aaflow_langgraph.results import Generation, Prefilled, Reuse, Stats, TokenDelta, Transfer, Usage
 from aaflow_langgraph.session import Session
 from aaflow_langgraph.store import ExtentStore, TokenSequence
 
 HandleLike = KVHandle | Mapping[str, Any]
 Result = TypeVar("Result")
-
-_SEQUENCES_KEPT = 128
-"""Assembled token sequences kept ready; older ones are put together again from their recipes."""
 
 
 class KVBroker:
@@ -60,18 +66,33 @@ class KVBroker:
         'Berlin'
     """
 
-    def __init__(self, engine: TransformersEngine, index: Index, pool: Pool, *, previews: bool = True) -> None:
+    def __init__(
+        self,
+        engine: TransformersEngine,
+        index: Index,
+        pool: Pool,
+        *,
+        peers: Peers | None = None,
+        disk: DiskPool | None = None,
+        policy: Policy = least_recently_used,
+        previews: bool = True,
+    ) -> None:
         self.engine = engine
         self.namespace: Namespace = engine.namespace
         self._previews = previews
         self._store = ExtentStore(
-            engine.namespace.digest, engine.layout, index, pool, least_recently_used, engine.device
+            engine.namespace.digest, engine.layout, index, pool, policy, engine.device, peers=peers, disk=disk
         )
         self._pool = pool
         self._lock = threading.RLock()
-        self._recipes: dict[str, Recipe] = {}
-        self._sequences: OrderedDict[str, TokenSequence] = OrderedDict()
-        self._building: dict[str, threading.Lock] = {}
+        self._recipes = RecipeBook(engine.namespace.digest, self._store)
+        self._in_flight = InFlight(index)
+        self._keeper = Keeper(self._store, policy, chores=self._chores)
+        self._num_announced = 0
+        if disk is not None:
+            self._store.announce_disk()
+        if index.shared or disk is not None:
+            self._keeper.start()
         self._counts = {"reused": 0, "prefilled": 0, "decoded": 0, "recomputed": 0, "failures": 0}
         self._closed = False
 
@@ -82,36 +103,72 @@ class KVBroker:
         *,
         index: str = "memory://",
         pool_bytes: int = 1 << 30,
+        disk: str | os.PathLike[str] | None = None,
+        disk_bytes: int = 16 << 30,
+        evict: str = "lru",
         dtype: str = "auto",
         device: str = "auto",
         tenant: str = "",
         previews: bool = True,
+        share_recipes: bool = True,
     ) -> KVBroker:
         """Load a model and open a broker for it.
 
         Args:
             model: Hub id, local directory, or an engine that is already loaded.
-            index: Where the metadata lives; ``"memory://"`` keeps it in this process.
-            pool_bytes: Capacity of the KV pool. It is taken and touched at once and never exceeded.
+            index: Where the metadata lives. ``"memory://"`` keeps it in this process; ``"redis://"``, ``"rediss://"``,
+                ``"unix://"`` share it through a Redis or Valkey server; ``"embedded://PATH"`` through a private server
+                that the first user starts. Processes of one host that share an index read each other's KV in place.
+            pool_bytes: Capacity of this broker's KV pool. It is taken and touched at once and never exceeded.
+            disk: Directory for the tier below the pool: what leaves the pool goes there, and a later process finds it.
+            disk_bytes: The most that the files of this namespace (model, dtype, tenant) may take there.
+            evict: Which extents leave a full pool first: ``"lru"``, ``"lfu"``, ``"gdsf"`` or ``"fifo"``.
             dtype: ``"float32"``, ``"bfloat16"``, ``"float16"`` or ``"auto"`` (the checkpoint's).
             device: ``"cpu"``, ``"cuda"``, ``"cuda:N"`` or ``"auto"``.
             tenant: Salt: KV is never shared between tenants.
             previews: Put the first and last words of texts into handles. Off for confidential text.
+            share_recipes: Let a shared index hold token ids. Without, it holds hashes only, and a handle made by another
+                process is a ``RecipeMissing`` unless the disk knows it.
 
         Raises:
-            ConfigError: Unknown model, dtype, device or index; a pool that cannot be taken. Way out: fail.
+            ConfigError: Unknown model, dtype, device, policy or index; a pool, a directory or a server that cannot be
+                used. Way out: fail.
+            IndexUnavailable: The index' server does not answer. Way out: retry.
             UnsupportedModel: The model's state cannot be carried as keys and values; says why. Way out: fail.
         """
-        if index != "memory://":
-            raise ConfigError(f"index must be 'memory://' (metadata in this process), got {index!r}")
+        ordered = policy(evict)
         if isinstance(model, TransformersEngine):
             if (dtype, device, tenant) != ("auto", "auto", ""):
                 raise ConfigError("dtype, device and tenant belong to the engine that was passed; set them there")
             engine = model
         else:
             engine = TransformersEngine.load(model, dtype=dtype, device=device, tenant=tenant)
-        pool: Pool = HostPool(pool_bytes) if engine.device.type == "cpu" else DevicePool(pool_bytes, engine.device)
-        return cls(engine, MemoryIndex(), pool, previews=previews)
+        namespace, on_cpu = engine.namespace.digest, engine.device.type == "cpu"
+        opened = open_index(index, namespace, share_recipes=share_recipes)
+        if opened.shared and not on_cpu:
+            opened.close()
+            raise ConfigError(
+                f"a shared index ({index.partition(':')[0]}) needs KV in main memory, this engine computes on {engine.device}: "
+                "use index='memory://', with disk=... if KV shall outlive the process"
+            )
+        with ExitStack() as undo:
+            undo.callback(opened.close)
+            below = None if disk is None else DiskPool(disk, namespace, engine.layout, disk_bytes)
+            if below is not None:
+                undo.callback(below.close)
+                below.sweep()
+            if opened.shared:
+                sweep_pools()
+                peers = Peers()
+                pool: Pool = SharedPool(pool_bytes)
+                opened = GuardedIndex(opened)
+            else:
+                peers = None
+                pool = HostPool(pool_bytes) if on_cpu else DevicePool(pool_bytes, engine.device)
+            undo.callback(pool.close)
+            broker = cls(engine, opened, pool, peers=peers, disk=below, policy=ordered, previews=previews)
+            undo.pop_all()
+        return broker
 
     def __enter__(self) -> KVBroker:
         return self
@@ -120,11 +177,18 @@ class KVBroker:
         self.close()
 
     def close(self) -> None:
-        """Give the pool back. Handles stay valid names; this broker serves them no more. Idempotent."""
+        """Give the pool back. Handles stay valid names; this broker serves them no more. Idempotent.
+
+        With a disk, what the pool holds is written there first. Without one, processes that read this broker's KV in place
+        may keep it: they copy what they have room for.
+        """
         with self._lock:
-            if not self._closed:
-                self._closed = True
-                self._pool.close()
+            if self._closed:
+                return
+            self._closed = True
+        self._keeper.stop()
+        self._recipes.save()
+        self._store.close()
 
     # ---------------------------------------------------------------- operators on token ids
 
@@ -149,7 +213,7 @@ class KVBroker:
         """
         parent = self._known(handle)
         ids = self.engine.check_token_ids(token_ids)
-        before = self._sequence(parent.kv_id).token_ids
+        before = self._recipes.sequence(parent.kv_id).token_ids
         turns = tuple(replace(turn, open=False) for turn in parent.turns)
         added = Turn("", _whole(ids, len(before)), False)
         return self._prefilled(parent, before + ids, (*turns, added), "append", label, deterministic).handle
@@ -165,16 +229,37 @@ class KVBroker:
         self._known(coerced)
         return coerced if label is None else replace(coerced, kv_label=check_label(label))
 
-    def evict(self, handle: HandleLike) -> int:
-        """Forget the KV of ``handle``, last extent first, down to what others build on or read; bytes freed.
+    def evict(self, handle: HandleLike, *, tier: Tier = "host") -> int:
+        """Drop the KV of ``handle`` from this broker's pool, last extent first, down to what others build on or read; bytes
+        freed.
 
-        The handle stays valid: its KV is recomputed from its recipe when it is read again.
+        The handle stays valid: its KV is fetched from disk, where there is one, or recomputed when it is read again.
+
+        Args:
+            tier: ``"host"`` (or ``"device"``) keeps a copy on disk where there is a disk; ``"disk"`` forgets that too.
+
+        Raises:
+            ConfigError: Another tier. Way out: fail.
+            MalformedHandle, IncompatibleHandle, RecipeMissing: As in ``append``.
+        """
+        if tier not in ("device", "host", "disk"):
+            raise ConfigError(f"tier must be 'device', 'host' or 'disk', got {tier!r}")
+        recipe = self._known(handle)
+        sequence = self._recipes.sequence(recipe.kv_id)
+        return self._store.evict(sequence, self._recipes.borders(recipe), from_disk=tier == "disk")
+
+    def transfer(self, handle: HandleLike) -> Transfer:
+        """Make the KV of ``handle`` readable here now, instead of when it is read: the pool of another process is mapped,
+        what its owner left behind is copied, what is on disk is fetched. Computes nothing; what is missing is recomputed
+        at the next read.
 
         Raises:
             MalformedHandle, IncompatibleHandle, RecipeMissing: As in ``append``.
         """
+        started = time.perf_counter()
         recipe = self._known(handle)
-        return self._store.evict(self._sequence(recipe.kv_id), self._borders(recipe))
+        moved = self._store.transfer(self._recipes.sequence(recipe.kv_id), self._recipes.borders(recipe))
+        return replace(moved, seconds=time.perf_counter() - started)
 
     # ---------------------------------------------------------------- operators on text
 
@@ -312,6 +397,8 @@ class KVBroker:
             )
             num_prompt = len(sequence.token_ids)
             logits = session.prefill(num_prompt)
+            if session.claim is not None:
+                session.split(min(sampling.max_tokens, BLOCK_TOKENS))  # others wait for the prompt, not for the answer
             text = TextStream(self.engine.frame.decode, sampling.stop)
             ids: list[int] = []
             logprobs: list[float] = []
@@ -364,7 +451,7 @@ class KVBroker:
             ConfigError, ContextTooLong, MalformedHandle, IncompatibleHandle, RecipeMissing: As in ``append``.
         """
         parent = self._known(handle)
-        ids = self._sequence(parent.kv_id).token_ids + self.engine.check_token_ids(token_ids)
+        ids = self._recipes.sequence(parent.kv_id).token_ids + self.engine.check_token_ids(token_ids)
         self.engine.check_fits(len(ids))
         with self._session(False, None) as session:
             self._begin(session, parent, ids, parent.stop, 0, False)
@@ -379,8 +466,7 @@ class KVBroker:
             MalformedHandle, IncompatibleHandle, RecipeMissing: As in ``append``.
         """
         recipe = self._known(handle)
-        sequence = self._sequence(recipe.kv_id)
-        return self._store.match(sequence, len(sequence.token_ids), borders=self._borders(recipe)).receipt
+        return self._store.lease(self._recipes.sequence(recipe.kv_id), self._recipes.borders(recipe))
 
     def release(self, receipt: Receipt) -> bool:
         """Give a lease back. False when it had run out or was given back before; nothing of others is ever freed (I9).
@@ -390,7 +476,7 @@ class KVBroker:
         """
         if not isinstance(receipt, Receipt):
             raise ConfigError(f"release() takes the receipt that lease() returned, got {type(receipt).__name__}")
-        return self._store.index.release(receipt)
+        return self._store.release(receipt)
 
     def recipe(self, handle: HandleLike) -> Recipe:
         """The recipe of a handle.
@@ -406,21 +492,13 @@ class KVBroker:
         Raises:
             MalformedHandle, IncompatibleHandle, RecipeMissing: As in ``append``.
         """
-        return self._sequence(self._known(handle).kv_id).token_ids
+        return self._recipes.sequence(self._known(handle).kv_id).token_ids
 
     def check(self) -> list[Finding]:
         """Every violated invariant that can be seen; an empty list when all is well. Reads all bytes once."""
         if self._closed:
             return []
-        found = self._store.check()
-        for recipe in list(self._recipes.values()):
-            sequence = self._sequence(recipe.kv_id)
-            named = prefix_id(self.namespace.digest, sequence.token_ids, len(sequence.token_ids), sequence.hashes)
-            if named != recipe.kv_id:
-                found.append(Finding("I5", f"recipe {recipe.kv_id[:12]} rebuilds {named[:12]}"))
-            if recipe.namespace != self.namespace.digest:
-                found.append(Finding("I6", f"recipe {recipe.kv_id[:12]} belongs to namespace {recipe.namespace[:12]}"))
-        return found
+        return self._store.check() + self._recipes.check()
 
     def stats(self) -> Stats:
         """Counters, and what is held now; bytes are measured from the pool."""
@@ -437,11 +515,18 @@ class KVBroker:
             num_prefilled_tokens=self._counts["prefilled"],
             num_decoded_tokens=self._counts["decoded"],
             num_recomputed_tokens=self._counts["recomputed"],
-            num_evictions=store.num_evictions,
-            num_lost_receipts=store.num_lost_receipts,
-            num_kv_load_failures=self._counts["failures"],
+            num_evictions=store.counts.evictions,
+            num_lost_receipts=store.counts.lost_receipts,
+            num_kv_load_failures=self._counts["failures"] + store.counts.fetch_failures + store.counts.lost_extents,
             overflow_bytes=store.overflow_bytes,
             peak_overflow_bytes=store.peak_overflow_bytes,
+            disk_capacity_bytes=store.disk.capacity_bytes if store.disk else 0,
+            disk_used_bytes=store.disk.used_bytes if store.disk else 0,
+            num_spills=store.counts.spills,
+            num_spill_failures=store.counts.spill_failures,
+            num_fetches=store.counts.fetches,
+            num_adoptions=store.counts.adoptions,
+            num_index_outages=store.index.num_outages if isinstance(store.index, GuardedIndex) else 0,
         )
 
     # ---------------------------------------------------------------- async twins
@@ -460,9 +545,13 @@ class KVBroker:
         """Async ``fork``."""
         return await asyncio.to_thread(self.fork, handle, label=label)
 
-    async def aevict(self, handle: HandleLike) -> int:
+    async def aevict(self, handle: HandleLike, *, tier: Tier = "host") -> int:
         """Async ``evict``."""
-        return await asyncio.to_thread(self.evict, handle)
+        return await asyncio.to_thread(self.evict, handle, tier=tier)
+
+    async def atransfer(self, handle: HandleLike) -> Transfer:
+        """Async ``transfer``."""
+        return await asyncio.to_thread(self.transfer, handle)
 
     async def aprefill(
         self,
@@ -584,44 +673,53 @@ class KVBroker:
         run: its logits are needed.
         """
         self._check_open()
-        base = self._sequence(parent.kv_id) if parent else TokenSequence((), ())
-        known_hashes = base.hashes[: num_shared // 256]
+        base = self._recipes.sequence(parent.kv_id) if parent else TokenSequence((), ())
+        known_hashes = base.hashes[: num_shared // BLOCK_TOKENS]
         sequence = self._store.sequence(ids, known_hashes)
-        borders = self._borders(parent) if parent else ()
+        borders = self._recipes.borders(parent) if parent else ()
         limit = len(ids) if whole else len(ids) - 1
-        expected = min(num_new, 256)
-        needed = min(parent.stop - parent.num_pending, num_shared, limit) if parent else 0
-        if not deterministic and parent and num_shared < parent.stop:
+        expected = min(num_new, BLOCK_TOKENS)
+        if deterministic:
+            # Runs alone: it recomputes at most the blocks it misses, inside its own extent.
+            session.begin(sequence, limit, borders, expected)
+            return sequence, 0
+        if parent and num_shared < parent.stop:
             session.begin_beside(sequence, limit, base, num_shared, borders, expected)
             return sequence, 0
-        # A canonical reader recomputes at most the blocks it misses, inside its own extent.
-        if not deterministic and parent and needed:
-            with self._one_builder(parent.kv_id, sequence, needed, borders):
+        num_recomputed = 0
+        needed = min(parent.stop - parent.num_pending, num_shared, limit) if parent else 0
+        if parent and needed:
+            with self._in_flight.sole(
+                parent.kv_id, lambda: self._store.covered(sequence, needed, borders) >= needed, session.tick
+            ):
                 reused = session.begin(sequence, limit, borders, expected)
                 if reused < needed:
                     session.prefill(needed)
                     session.split(len(ids) - needed + expected)
-                    return sequence, needed - reused
-                return sequence, 0
-        session.begin(sequence, limit, borders, expected)
-        return sequence, 0
+                    num_recomputed = needed - reused
+        else:
+            session.begin(sequence, limit, borders, expected)
+        if not num_recomputed:
+            self._claim(session, sequence, limit, borders, expected)
+        return sequence, num_recomputed
 
-    @contextmanager
-    def _one_builder(self, kv_id: str, sequence: TokenSequence, needed: int, borders: Sequence[int]) -> Iterator[None]:
-        """Of several threads that miss the same parent one rebuilds it; the others wait and then find it."""
-        match = self._store.match(sequence, needed, borders=borders)
-        self._store.index.release(match.receipt)
-        if match.stop >= needed:
-            yield
-            return
-        with self._lock:
-            lock = self._building.setdefault(kv_id, threading.Lock())
-        try:
-            with lock:
-                yield
-        finally:
-            with self._lock:
-                self._building.pop(kv_id, None)
+    def _claim(
+        self, session: Session, sequence: TokenSequence, limit: int, borders: Sequence[int], expected: int
+    ) -> None:
+        """Where whole blocks are left to compute: be the one who computes them, or wait and read what another published."""
+        while (block := session.position // BLOCK_TOKENS) < limit // BLOCK_TOKENS:
+            position = session.position
+            session.claim = self._in_flight.acquire(
+                sequence.hashes[block],
+                lambda at=position: self._store.covered(sequence, limit, borders) > at,  # type: ignore[misc]
+                session.tick,
+            )
+            if session.claim is not None:
+                return
+            session.close()
+            session.begin(sequence, limit, borders, expected)
+            if session.position <= position:
+                return  # what was published cannot be read here: compute it
 
     @contextmanager
     def _session(self, deterministic: bool, cancel: threading.Event | None) -> Iterator[Session]:
@@ -700,12 +798,7 @@ class KVBroker:
             turns=turns,
             operator=operator,
         )
-        with self._lock:
-            known = self._recipes.get(name)
-            # The same tokens may be reached by several routes; chat structure is worth more than none.
-            if known is None or (not _has_chat(known) and _has_chat(recipe)):
-                self._recipes[name] = recipe
-            self._remember(name, sequence)
+        self._recipes.keep(recipe, sequence)
         return KVHandle(
             kv_id=name,
             kv_namespace=self.namespace.digest,
@@ -725,12 +818,13 @@ class KVBroker:
                 f"serves {self.namespace.digest[:12]} ({self.namespace.model}, {self.namespace.dtype}): model, tokenizer, dtype, "
                 "rotary settings and tenant must be the same; make the handle again with this broker"
             )
-        recipe = self._recipes.get(coerced.kv_id)
+        recipe = self._recipes.find(coerced.kv_id)
         if recipe is None:
             raise RecipeMissing(
                 f"no recipe is known for handle {coerced.kv_label or coerced.kv_id[:12]!r} ({coerced.kv_tokens} tokens): it was "
-                "made by a broker that is gone, or it is forged. Run the node that wrote it again; recipes live as long as the "
-                "broker that made them"
+                "made by a broker that is gone, or it is forged. Run the node that wrote it again. Recipes live as long as the "
+                "broker that made them, in a shared index (index='redis://...') until a day after their last use, and on disk "
+                "(disk=...) as long as the directory"
             )
         if not coerced.kv_exact:
             raise IncompatibleHandle(
@@ -742,48 +836,23 @@ class KVBroker:
             )
         return recipe
 
+    def _chores(self) -> None:
+        """In the background: recipes to disk, and to an index that forgot them."""
+        self._recipes.save()
+        if self._num_announced != self._store.counts.announcements:
+            self._num_announced = self._store.counts.announcements
+            self._recipes.share_again()
+
     def _check_open(self) -> None:
         if self._closed:
             raise ConfigError("this broker is closed; open another one")
-
-    def _sequence(self, kv_id: str) -> TokenSequence:
-        """Token ids and block hashes of a known recipe, put together along its parents."""
-        with self._lock:
-            kept = self._sequences.get(kv_id)
-            if kept is not None:
-                self._sequences.move_to_end(kv_id)
-                return kept
-            parts: list[tuple[int, ...]] = []
-            at: str | None = kv_id
-            while at is not None:
-                recipe = self._recipes[at]
-                parts.append(recipe.token_ids)
-                at = recipe.parent
-            sequence = self._store.sequence(tuple(token for part in reversed(parts) for token in part))
-            self._remember(kv_id, sequence)
-            return sequence
-
-    def _remember(self, kv_id: str, sequence: TokenSequence) -> None:
-        self._sequences[kv_id] = sequence
-        self._sequences.move_to_end(kv_id)
-        while len(self._sequences) > _SEQUENCES_KEPT:
-            self._sequences.popitem(last=False)
-
-    def _borders(self, recipe: Recipe) -> list[int]:
-        """Positions where extents of a recipe and its parents end."""
-        borders: list[int] = []
-        at: Recipe | None = recipe
-        while at is not None:
-            borders += [at.stop - at.num_pending, at.stop]
-            at = self._recipes.get(at.parent) if at.parent else None
-        return borders
 
     def _extend(
         self, parent: Recipe | None, role: str, text: str, *, what: str, raw: bool, generate: bool
     ) -> Extension:
         if not isinstance(raw, bool):
             raise ConfigError(f"raw must be True or False, got {raw!r}")
-        before = self._sequence(parent.kv_id).token_ids if parent else ()
+        before = self._recipes.sequence(parent.kv_id).token_ids if parent else ()
         turns = parent.turns if parent else ()
         return self.engine.frame.extend(before, turns, role, text, what=what, raw=raw, generate=generate)
 
@@ -835,7 +904,3 @@ def _equal_front(a: Sequence[int], b: Sequence[int]) -> Iterator[int]:
         if x != y:
             return
         yield x
-
-
-def _has_chat(recipe: Recipe) -> bool:
-    return any(turn.role for turn in recipe.turns)

@@ -14,7 +14,7 @@ LAYOUT_VERSION = 1
 """Part of every namespace: changes when the meaning of stored bytes changes."""
 
 BlockHash = NewType("BlockHash", str)
-Tier = Literal["device", "host"]
+Tier = Literal["device", "host", "disk"]
 Operator = Literal["materialize", "append", "generate"]
 
 
@@ -117,6 +117,11 @@ class Recipe:
     def stop(self) -> int:
         """Number of tokens named by the handle."""
         return self.start + len(self.token_ids)
+
+    @property
+    def has_chat(self) -> bool:
+        """Does it know chat turns, not only raw text?"""
+        return any(turn.role for turn in self.turns)
 
 
 @dataclass(frozen=True, slots=True)

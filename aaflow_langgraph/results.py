@@ -72,6 +72,29 @@ class Generation:
 
 
 @dataclass(frozen=True, slots=True)
+class Transfer:
+    """Where the tokens of a transferred handle are now: together ``num_tokens``.
+
+    Attributes:
+        num_tokens: Tokens whose KV the handle's recipe says were computed.
+        num_local: In this broker's pool before.
+        num_in_place: In the pool of another process, mapped.
+        num_copied: Copied from what a process left that is gone.
+        num_fetched: Read from disk.
+        num_missing: Nowhere in reach: recomputed at the next read.
+        seconds: How long it took.
+    """
+
+    num_tokens: int
+    num_local: int
+    num_in_place: int
+    num_copied: int
+    num_fetched: int
+    num_missing: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Stats:
     """Counters since the broker was opened, and what is held now. Bytes are measured from the pool."""
 
@@ -90,3 +113,10 @@ class Stats:
     num_kv_load_failures: int
     overflow_bytes: int
     peak_overflow_bytes: int
+    disk_capacity_bytes: int
+    disk_used_bytes: int
+    num_spills: int
+    num_spill_failures: int
+    num_fetches: int
+    num_adoptions: int
+    num_index_outages: int

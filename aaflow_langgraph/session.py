@@ -15,8 +15,10 @@ import torch
 from aaflow_langgraph.engine.base import GRID_TOKENS, Engine, Piece, Run, chunk_spans
 from aaflow_langgraph.errors import LeaseExpired
 from aaflow_langgraph.index.base import ExtentRecord, Match
+from aaflow_langgraph.inflight import Claim
 from aaflow_langgraph.model import BLOCK_TOKENS, Receipt
-from aaflow_langgraph.store import ExtentStore, PoolTail, TokenSequence
+from aaflow_langgraph.store import ExtentStore, TokenSequence
+from aaflow_langgraph.tail import PoolTail
 
 _MAX_FAILURES = 3
 """So often a past is rebuilt under leases; after that the request computes it in memory of its own."""
@@ -46,6 +48,7 @@ class Session:
         self._engine = engine
         self._store = store
         self._canonical = canonical
+        self.claim: Claim | None = None
         self._tick = tick
         self._held: list[_Held] = []
         self._owned: list[PoolTail] = []
@@ -69,6 +72,12 @@ class Session:
     def position(self) -> int:
         """Number of tokens whose KV exists for this request."""
         return self._live_tail.start + self._live_tail.length
+
+    def tick(self) -> None:
+        """Between forwards: keep the claim, stop if the request shall stop."""
+        self._tick()
+        if self.claim is not None:
+            self.claim.renew()
 
     def begin(self, sequence: TokenSequence, limit: int, borders: Sequence[int], num_new: int) -> int:
         """Lease what covers the longest prefix of at most ``limit`` tokens; how many tokens that is.
@@ -124,7 +133,7 @@ class Session:
         except LeaseExpired:
             tail.length = 0  # lost while it was copied: computed like anything else
         finally:
-            self._store.index.release(match.receipt)
+            self._store.release(match.receipt)
         return self.num_reused
 
     def prefill(self, stop: int) -> torch.Tensor:
@@ -161,6 +170,7 @@ class Session:
         self._held.append(_Held(receipt, (record,)))
         self._tail = None
         self._run = None
+        self._end_claim()
         return True
 
     def split(self, num_expected: int) -> None:
@@ -185,7 +195,14 @@ class Session:
         for tail in (*self._owned, *([self._tail] if self._tail else [])):
             tail.drop()
         self._owned, self._tail, self._run, self._pieces = [], None, None, []
+        self._end_claim()
         self._release()
+
+    def _end_claim(self) -> None:
+        """Those who wait for what we compute go on: it is published, or they compute it themselves."""
+        if self.claim is not None:
+            self.claim.release()
+            self.claim = None
 
     @property
     def _live_tail(self) -> PoolTail:
@@ -198,13 +215,13 @@ class Session:
         tail = self._live_tail
         length = tail.length
         while True:
-            self._tick()
+            self.tick()
             if self._run is None:
                 raise ValueError("the session is not running")
             logits = forward(self._run)
             try:
                 for held in self._held:
-                    held.receipt = self._store.verify(held.receipt, held.records)
+                    self._store.verify(held.receipt, held.records)
                 return logits
             except LeaseExpired:
                 self.num_failures += 1
@@ -247,7 +264,7 @@ class Session:
 
     def _release(self) -> None:
         for held in self._held:
-            self._store.index.release(held.receipt)
+            self._store.release(held.receipt)
         self._held = []
 
     def _grid_pieces(self, match: Match, stop: int) -> list[Piece]:

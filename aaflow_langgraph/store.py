@@ -1,30 +1,57 @@
 """Extents as one thing: bytes in a pool, records in an index, a lock that keeps the two in step.
 
-Knows allocation, publishing, leases and eviction. Knows no prompts, no model, no policy beyond calling one.
+Knows allocation, publishing, leases, eviction, and how bytes that lie elsewhere come into reach: the pool of another
+process is read in place, a copy on disk is fetched. Knows no prompts, no model, no policy beyond calling one. A cache
+problem is a miss here: what cannot be brought into reach is left to be computed again (I14).
 """
 
 from __future__ import annotations
 
+import logging
+import math
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import torch
 import xxhash
 
 from aaflow_langgraph.engine.base import Piece
 from aaflow_langgraph.engine.fingerprint import DTYPES, tensor_bytes
-from aaflow_langgraph.errors import IntegrityError, LeaseExpired
+from aaflow_langgraph.errors import (
+    Evicted,
+    Fenced,
+    IndexUnavailable,
+    IntegrityError,
+    KVMissing,
+    LeaseExpired,
+)
 from aaflow_langgraph.evict.base import Policy
 from aaflow_langgraph.hashing import block_hashes, prefix_id
-from aaflow_langgraph.index.base import ExtentRecord, Index, Match, Query
+from aaflow_langgraph.index.base import ExtentRecord, Index, Match, Place, Query
+from aaflow_langgraph.lease import Leases
 from aaflow_langgraph.model import BLOCK_TOKENS, BlockHash, Finding, KVLayout, Receipt
 from aaflow_langgraph.pool.arena import Allocation
 from aaflow_langgraph.pool.base import Pool
+from aaflow_langgraph.pool.disk import DiskPool, StoredExtent
+from aaflow_langgraph.pool.peers import Attached, Peers
+from aaflow_langgraph.results import Transfer
 
 LEASE_S = 60.0
-"""A lease lasts this long and is renewed at every forward: long enough for one forward of a large model, short enough
-that a lost receipt does not pin memory for good."""
+"""Lease of a request in a process of its own: renewed at every forward, so long enough for one of a large model, short
+enough that a lost receipt does not pin memory for good."""
+
+SHARED_LEASE_S = 8.0
+"""Lease where several processes share an index: a thread renews it, so it only has to outlast a busy machine."""
+
+OWNER_LEASE_S = 15.0
+"""An owner that is not heard of for so long is fenced: its places are dropped until it announces them again."""
+
+_MAX_TRIES = 8
+"""So often a lookup is repeated when what it found turned out to be gone; then it is a miss."""
+
+_log = logging.getLogger("aaflow_langgraph")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,24 +62,70 @@ class TokenSequence:
     hashes: tuple[BlockHash, ...]
 
 
+@dataclass(slots=True)
+class StoreCounts:
+    """Events since the store was opened."""
+
+    evictions: int = 0
+    lost_receipts: int = 0
+    lost_extents: int = 0
+    spills: int = 0
+    spill_failures: int = 0
+    fetches: int = 0
+    fetch_failures: int = 0
+    adoptions: int = 0
+    announcements: int = 0
+
+
+class _OutOfReach(Exception):
+    """Bytes exist but cannot be read here now: a paused owner, a full pool. Internal: the lookup ends in front of them."""
+
+
 class ExtentStore:
-    """Extents of one namespace in one pool, found through one index."""
+    """Extents of one namespace: one pool of our own, found through one index, with others' pools and a disk in reach.
+
+    Args:
+        peers: Pools of other processes of this host; None where the index is not shared.
+        disk: The tier below the pool; None where there is none.
+    """
 
     def __init__(
-        self, namespace: str, layout: KVLayout, index: Index, pool: Pool, policy: Policy, device: torch.device
+        self,
+        namespace: str,
+        layout: KVLayout,
+        index: Index,
+        pool: Pool,
+        policy: Policy,
+        device: torch.device,
+        *,
+        peers: Peers | None = None,
+        disk: DiskPool | None = None,
     ) -> None:
         self.namespace = namespace
         self.layout = layout
         self.index = index
         self.pool = pool
+        self.peers = peers
+        self.disk = disk
         self.device = device
         self.dtype = DTYPES[layout.dtype]
-        self.num_evictions = 0
-        self.num_lost_receipts = 0
+        self.counts = StoreCounts()
         self.overflow_bytes = 0
         self.peak_overflow_bytes = 0
+        self.leases = Leases(index, SHARED_LEASE_S if index.shared else LEASE_S)
+        self.mine: dict[int, ExtentRecord] = {}
+        """The manifest of our own pool: what it holds and published, to announce from when the index forgot it."""
+        self.unsaved: dict[int, None] = {}
+        """Extents that the disk has no copy of yet, oldest first."""
+        self.lock = threading.RLock()
         self._policy = policy
-        self._lock = threading.RLock()
+        self._fetching: dict[int, threading.Lock] = {}
+        self._pinned: set[int] = set()
+        self._epoch = 0
+        self._warned: set[str] = set()
+        self._join()
+
+    # ---------------------------------------------------------------- lookup
 
     def sequence(self, token_ids: tuple[int, ...], known: Sequence[BlockHash] = ()) -> TokenSequence:
         """Hash a sequence, continuing from the hashes of its first blocks when they are known."""
@@ -61,46 +134,101 @@ class ExtentStore:
     def match(
         self, sequence: TokenSequence, limit: int, *, canonical: bool = False, borders: Sequence[int] = ()
     ) -> Match:
-        """Lease what covers the longest prefix of at most ``limit`` tokens.
+        """Lease what covers the longest prefix of at most ``limit`` tokens, and bring all of it into reach.
 
         ``borders`` are positions inside blocks where an extent may end (ends of recipes); the end of the sequence is always
-        one.
+        one. Give the receipt back with ``release``.
         """
-        return self.index.match(self._query(sequence, canonical, borders), limit, LEASE_S)
+        query = self.query(sequence, borders, canonical=canonical)
+        for _ in range(_MAX_TRIES):
+            match = self.index.match(query, limit, self.leases.lease_s)
+            parts = []
+            try:
+                for record, start, stop in match.parts:
+                    parts.append((self._bring(record), start, stop))
+            except KVMissing:  # the index knows by now: ask again
+                self.index.release(match.receipt)
+                continue
+            except _OutOfReach as reason:
+                self._warn_once("out of reach", str(reason))
+                self.index.release(match.receipt)
+                limit = parts[-1][2] if parts else 0
+                continue
+            self.leases.hold(match.receipt, [record for record, _, _ in parts])
+            return replace(match, parts=tuple(parts))
+        return self.index.match(query, 0, self.leases.lease_s)
+
+    def lease(self, sequence: TokenSequence, borders: Sequence[int]) -> Receipt:
+        """Pin what the index knows of a sequence for ``LEASE_S``, without bringing it here; nobody renews it."""
+        return self.index.match(self.query(sequence, borders), len(sequence.token_ids), LEASE_S).receipt
+
+    def covered(self, sequence: TokenSequence, limit: int, borders: Sequence[int]) -> int:
+        """How many of the first ``limit`` tokens the index knows; nothing is leased afterwards."""
+        match = self.index.match(self.query(sequence, borders), limit, self.leases.lease_s)
+        self.index.release(match.receipt)
+        return match.stop
+
+    def release(self, receipt: Receipt) -> bool:
+        """Give a lease back; False when it was already gone. Idempotent."""
+        return self.leases.release(receipt)
+
+    def query(self, sequence: TokenSequence, borders: Sequence[int], *, canonical: bool = False) -> Query:
+        """What to ask the index about a sequence."""
+        ids, hashes = sequence.token_ids, sequence.hashes
+        inside = sorted({stop for stop in (*borders, len(ids)) if stop % BLOCK_TOKENS and 0 < stop <= len(ids)})
+        tails = () if canonical else tuple((stop, prefix_id(self.namespace, ids, stop, hashes)) for stop in inside)
+        return Query(ids, hashes, tails, canonical)
+
+    # ---------------------------------------------------------------- bytes
 
     def piece(self, record: ExtentRecord, start: int, stop: int) -> Piece:
-        """A view of part of an extent."""
-        kv = self.tensor(record.allocation, len(record.token_ids))
+        """A view of part of an extent that is in reach."""
+        kv = self.rows(record)
         return Piece(kv[..., start - record.start : stop - record.start, :], start, stop)
 
-    def tensor(self, allocation: Allocation, num_tokens: int) -> torch.Tensor:
-        """The allocation as ``[L, 2, H, num_tokens, D]``. Tokens are laid out in even numbers, so that a head's keys split
-        into two equal halves without a copy (attention.py, products).
+    def rows(self, record: ExtentRecord) -> torch.Tensor:
+        """All rows of an extent, ``[L, 2, H, even(T), D]``, where they lie. Tokens are laid out in even numbers, so that a
+        head's keys split into two equal halves without a copy (attention.py, products).
         """
-        return self._rows(allocation, num_tokens)[..., :num_tokens, :]
+        place = record.place
+        memory = self._memory(place.owner) if place else None
+        if place is None or memory is None:
+            raise Evicted(f"extent {record.extent_id} is not in reach")
+        return memory.tensor(place.allocation, self.dtype, self.layout.shape(even(record.num_tokens)))
 
-    def verify(self, receipt: Receipt, records: Sequence[ExtentRecord]) -> Receipt:
-        """Renew a lease and make sure that every byte read under it was still its extent's.
+    def tensor(self, allocation: Allocation, num_tokens: int) -> torch.Tensor:
+        """An allocation of our own pool as ``[L, 2, H, num_tokens, D]``."""
+        return self._own_rows(allocation, num_tokens)[..., :num_tokens, :]
+
+    def verify(self, receipt: Receipt, records: Sequence[ExtentRecord]) -> None:
+        """Make sure that every byte read under a lease was still its extent's. Called after the reading.
 
         Raises:
             LeaseExpired: It was not: whatever was computed from it must be discarded. Way out: recompute.
         """
-        if not all(self.pool.is_live(record.allocation) for record in records):
+        if not all(self.is_live(record) for record in records):
             raise LeaseExpired("an extent was evicted while it was being read: its lease had run out")
-        return self.index.renew(receipt, LEASE_S) if receipt.extent_ids else receipt
+        self.leases.check(receipt)
+
+    def is_live(self, record: ExtentRecord) -> bool:
+        """Do the bytes at a record's place still belong to it? Safe without any lock, in any process."""
+        memory = self._memory(record.place.owner) if record.place else None
+        return memory is not None and record.place is not None and memory.is_live(record.place.allocation)
+
+    # ---------------------------------------------------------------- writing
 
     def reserve(self, num_tokens: int) -> Allocation | None:
         """Room for ``num_tokens`` tokens, by eviction if need be; None when leases leave too little."""
         need = self.layout.num_bytes(even(num_tokens))
-        with self._lock:
+        with self.lock:
             allocation = self.pool.reserve(need)
             if allocation is not None or need > self.pool.capacity_bytes:
                 return allocation
-            self.num_lost_receipts += self.index.sweep()
+            self.sweep()
             while allocation is None:
-                victims = self._policy(self.index.candidates(), need)
+                victims = self._policy(self.index.candidates(self.pool.owner), need)
                 # One round may free enough bytes but no range long enough: go on until it fits or nobody is left.
-                if not sum(self._evict(victim.extent_id) > 0 for victim in victims):
+                if not sum(self.drop(victim.extent_id) > 0 for victim in victims):
                     return None
                 allocation = self.pool.reserve(need)
             return allocation
@@ -113,61 +241,242 @@ class ExtentStore:
         allocation: Allocation,
         canonical_stop: int,
         parent: int | None,
-    ) -> tuple[ExtentRecord, Receipt]:
-        """Make finished bytes visible as the extent ``[start, stop)``; an equal one that is there already wins (I8)."""
-        rows = self._rows(allocation, stop - start)
+    ) -> tuple[ExtentRecord, Receipt] | None:
+        """Make finished bytes visible as the extent ``[start, stop)``; an equal one that is there already wins (I8).
+
+        None when the index does not answer: then the bytes stay the caller's, unpublished.
+        """
+        rows = self._own_rows(allocation, stop - start)
         rows[..., stop - start :, :] = 0
         record = ExtentRecord(
             extent_id=self.index.next_extent_id(),
             start=start,
+            stop=stop,
             token_ids=sequence.token_ids[start:stop],
             end_id=prefix_id(self.namespace, sequence.token_ids, stop, sequence.hashes),
             hashes=sequence.hashes[start // BLOCK_TOKENS : stop // BLOCK_TOKENS],
             canonical_stop=canonical_stop,
             parent=parent,
-            allocation=allocation,
+            place=Place(self.pool.owner, allocation),
             checksum=checksum(rows),
         )
-        with self._lock:
-            kept, receipt = self.index.put(record, LEASE_S)
-            if kept.allocation != allocation:
-                self.pool.free(allocation)
-            return kept, receipt
+        # Two phases: the bytes are whole and their generation is in the pool's header before the index tells anybody.
+        self.pool.publish(allocation)
+        with self.lock:
+            for _ in range(_MAX_TRIES):
+                try:
+                    kept, receipt = self._put(record)
+                except IndexUnavailable:
+                    return None
+                if kept.place == record.place:
+                    self._note(replace(kept, token_ids=record.token_ids))
+                elif kept.place is not None:
+                    try:
+                        self._bring(kept)
+                    except (KVMissing, _OutOfReach):
+                        # The equal extent of a process that is gone, or that does not answer: ours takes its place.
+                        self.index.release(receipt)
+                        self.index.lose(kept.extent_id, kept.place)
+                        continue
+                    self.pool.free(allocation)
+                self.leases.hold(receipt, (kept,))
+                return kept, receipt
+            return None
 
     def free(self, allocation: Allocation) -> None:
         """Give back bytes that were never published."""
-        with self._lock:
+        with self.lock:
             self.pool.free(allocation)
 
     def shrink(self, allocation: Allocation, num_tokens: int) -> Allocation:
         """Keep room for ``num_tokens`` tokens."""
-        with self._lock:
+        with self.lock:
             return self.pool.shrink(allocation, self.layout.num_bytes(even(num_tokens)))
-
-    def evict(self, sequence: TokenSequence, borders: Sequence[int]) -> int:
-        """Forget the extents of a sequence, last first, until one is leased or somebody else builds on it; bytes freed."""
-        with self._lock:
-            freed = 0
-            found = self.index.covering(self._query(sequence, False, borders))
-            for record in sorted(found, key=lambda r: -r.stop):
-                if record.token_ids == sequence.token_ids[record.start : record.stop]:
-                    freed += self._evict(record.extent_id)
-            return freed
 
     def note_overflow(self, change_bytes: int) -> None:
         """Count bytes that requests hold outside of the pool because it was full."""
-        with self._lock:
+        with self.lock:
             self.overflow_bytes += change_bytes
             self.peak_overflow_bytes = max(self.peak_overflow_bytes, self.overflow_bytes)
 
+    # ---------------------------------------------------------------- eviction, spill, fetch
+
+    def evict(self, sequence: TokenSequence, borders: Sequence[int], *, from_disk: bool = False) -> int:
+        """Drop the extents of a sequence from our pool, last first, until one is leased or somebody else builds on it;
+        bytes freed. They are spilled first where there is a disk, unless they shall go from there too.
+        """
+        with self.lock:
+            freed = 0
+            found = self.index.covering(self.query(sequence, borders))
+            for record in sorted(found, key=lambda r: -r.stop):
+                if record.token_ids and record.token_ids != sequence.token_ids[record.start : record.stop]:
+                    continue
+                freed += self.drop(record.extent_id, spill=not from_disk)
+                if from_disk and self.disk is not None and record.on_disk:
+                    self.index.set_on_disk(record.extent_id, False)
+                    self.disk.remove(stored(record).name)
+            return freed
+
+    def drop(self, extent_id: int, *, spill: bool = True) -> int:
+        """Evict one extent from our pool; bytes freed, 0 when it may not go."""
+        with self.lock:
+            record = self.mine.get(extent_id)
+            if record is None or record.place is None or extent_id in self._pinned:
+                return 0
+            if not self.pool.is_live(record.place.allocation):
+                raise IntegrityError(f"extent {extent_id} was freed before it was evicted")
+            if spill:
+                self.spill(extent_id)
+            if self.index.remove(extent_id, self.pool.owner) is None:
+                return 0
+            self._forget(extent_id)
+            self.pool.free(record.place.allocation)
+            self.counts.evictions += 1
+            return record.place.allocation.num_bytes
+
+    def spill(self, extent_id: int) -> bool:
+        """Write one extent of our pool to disk unless it is there; False when that failed or there is no disk.
+
+        A disk that cannot take it costs time later, never the request.
+        """
+        with self.lock:
+            record = self.mine.get(extent_id)
+            if self.disk is None or record is None or record.place is None:
+                return False
+            if record.on_disk or extent_id in self._pinned:
+                return record.on_disk
+            self._pinned.add(extent_id)
+        try:
+            written = self.disk.write(stored(record), self.rows(record).cpu())
+            self.index.set_on_disk(extent_id, True)
+        except (MemoryError, OSError) as error:  # CapacityError is one
+            self.counts.spill_failures += 1
+            self._warn_once("spill", f"an extent could not be written to disk and will be computed again: {error}")
+            return False
+        finally:
+            with self.lock:
+                self._pinned.discard(extent_id)
+                self.unsaved.pop(extent_id, None)
+        with self.lock:
+            if extent_id in self.mine:
+                self.mine[extent_id] = replace(self.mine[extent_id], on_disk=True)
+            self.counts.spills += written
+        return True
+
+    def adopt(self, peer: Attached) -> None:
+        """Take over what a dead owner left: copy it into our pool as far as room is free, then forget the owner."""
+        claim = f"adopt:{peer.owner}"
+        if not self.index.claim(claim, self.pool.owner, OWNER_LEASE_S):
+            return  # somebody else is at it
+        try:
+            for record in self.index.records(peer.owner):
+                if record.on_disk or record.place is None or not peer.is_live(record.place.allocation):
+                    continue
+                with self.lock:
+                    allocation = self.pool.reserve(self.layout.num_bytes(even(record.num_tokens)))
+                if allocation is None:
+                    break
+                self._own_rows(allocation, record.num_tokens).copy_(self.rows(record))
+                if not self._place(record, allocation):
+                    continue
+                self.counts.adoptions += 1
+            self.index.leave(peer.owner)
+        finally:
+            self.index.unclaim(claim, self.pool.owner)
+
+    def transfer(self, sequence: TokenSequence, borders: Sequence[int]) -> Transfer:
+        """Bring everything that is known of a sequence into reach, and out of the memory of owners that are gone."""
+        before = {record.extent_id: record.place for record in self.index.covering(self.query(sequence, borders))}
+        for peer in self.peers.attached() if self.peers is not None else ():
+            if not peer.is_alive():
+                self.adopt(peer)
+        match = self.match(sequence, len(sequence.token_ids), borders=borders)
+        self.release(match.receipt)
+        by_way = dict.fromkeys(("local", "in_place", "copied", "fetched"), 0)
+        for record, start, stop in match.parts:
+            was = before.get(record.extent_id)
+            if record.place is not None and record.place.owner != self.pool.owner:
+                way = "in_place"
+            elif was is None:
+                way = "fetched"
+            else:
+                way = "local" if was.owner == self.pool.owner else "copied"
+            by_way[way] += stop - start
+        total = len(sequence.token_ids)
+        return Transfer(
+            total,
+            by_way["local"],
+            by_way["in_place"],
+            by_way["copied"],
+            by_way["fetched"],
+            total - match.stop,
+            0.0,
+        )
+
+    # ---------------------------------------------------------------- membership
+
     def sweep(self) -> None:
-        """Drop leases that ran out and count them."""
-        with self._lock:
-            self.num_lost_receipts += self.index.sweep()
+        """Drop what is past its time and count it."""
+        swept = self.index.sweep()
+        with self.lock:
+            self.counts.lost_receipts += swept.num_leases
+
+    def beat(self) -> None:
+        """Tell the index that we live; announce everything again when it forgot us (it was flushed, or we stood still)."""
+        if not self.index.heartbeat(self.pool.owner, self._epoch, OWNER_LEASE_S):
+            try:
+                self.announce()
+            except IndexUnavailable:
+                return  # the next beat tries again
+
+    def announce(self) -> None:
+        """Join, and publish again what our pool and the disk hold.
+
+        Raises:
+            IndexUnavailable: Way out: retry.
+        """
+        with self.lock:
+            self._join()
+            for record in list(self.mine.values()):
+                kept, receipt = self.index.put(replace(record, parent=None), self._epoch, OWNER_LEASE_S)
+                self.index.release(receipt)
+                if kept.place != record.place and record.place is not None:
+                    # Somebody computed it meanwhile: one copy is enough (I8). Who reads ours finds out after its forward.
+                    self._forget(record.extent_id)
+                    self.pool.free(record.place.allocation)
+                elif kept.extent_id != record.extent_id:
+                    self._forget(record.extent_id)
+                    self._note(replace(kept, token_ids=record.token_ids))
+            self.counts.announcements += 1
+        self.announce_disk()
+
+    def announce_disk(self) -> None:
+        """Tell the index what is on disk."""
+        for found in self.disk.scan() if self.disk is not None else ():
+            _, receipt = self.index.put(
+                ExtentRecord(
+                    self.index.next_extent_id(),
+                    found.start,
+                    found.start + len(found.token_ids),
+                    found.token_ids,
+                    found.end_id,
+                    found.hashes,
+                    found.canonical_stop,
+                    None,
+                    None,
+                    found.checksum,
+                    True,
+                ),
+                self._epoch,
+                OWNER_LEASE_S,
+            )
+            self.index.release(receipt)
+
+    # ---------------------------------------------------------------- inspection
 
     def check(self) -> list[Finding]:
-        """Every violated invariant that can be seen from here: I1-I6, I8, I10."""
-        with self._lock:
+        """Every violated invariant that can be seen from here: I1-I8, I10, I11."""
+        with self.lock:
             found = [Finding("I1", what) for what in self.pool.check()]
             found += [Finding(number, what) for number, what in self.index.check()]
             if self.pool.used_bytes > self.pool.capacity_bytes or self.pool.peak_bytes > self.pool.capacity_bytes:
@@ -175,127 +484,185 @@ class ExtentStore:
                     Finding("I10", f"{self.pool.peak_bytes} bytes were in use, capacity is {self.pool.capacity_bytes}")
                 )
             ranges: dict[int, int] = {}
-            for record in self.index.records():
+            for record in self.index.records(self.pool.owner):
                 where = f"extent {record.extent_id} [{record.start}, {record.stop})"
-                if not self.pool.is_live(record.allocation):
+                if record.place is None or not self.pool.is_live(record.place.allocation):
                     found.append(Finding("I4", f"{where} is published but its bytes were freed"))
                     continue
-                if record.allocation.offset in ranges:
-                    found.append(
-                        Finding("I8", f"{where} shares its bytes with extent {ranges[record.allocation.offset]}")
-                    )
-                ranges[record.allocation.offset] = record.extent_id
+                if record.extent_id not in self.mine:
+                    found.append(Finding("I2", f"{where} is missing in the manifest of its pool"))
+                offset = record.place.allocation.offset
+                if offset in ranges:
+                    found.append(Finding("I8", f"{where} shares its bytes with extent {ranges[offset]}"))
+                ranges[offset] = record.extent_id
                 if not self.intact(record):
                     found.append(Finding("I5", f"the bytes of {where} changed since they were published"))
+            if self.disk is not None:
+                found += self.disk.check()
             return found
 
     def intact(self, record: ExtentRecord) -> bool:
         """Do an extent's bytes still have the checksum they were published with?"""
-        return checksum(self._rows(record.allocation, len(record.token_ids))) == record.checksum
+        return checksum(self.rows(record)) == record.checksum
 
-    def _rows(self, allocation: Allocation, num_tokens: int) -> torch.Tensor:
-        """The allocation's tensor with the row that rounds its tokens up."""
+    def close(self) -> None:
+        """Write what the disk lacks, leave the index, give memory and connections back."""
+        for extent_id in list(self.unsaved):
+            self.spill(extent_id)
+        if not self._has_heirs():
+            self.index.leave(self.pool.owner)
+        self.pool.close()
+        if self.peers is not None:
+            self.peers.close()
+        if self.disk is not None:
+            self.disk.close()
+        self.index.close()
+
+    # ---------------------------------------------------------------- inside
+
+    def _has_heirs(self) -> bool:
+        """Is there a living process that may adopt what we leave in memory? Owners found dead are forgotten."""
+        if self.peers is None or not any(not record.on_disk for record in self.mine.values()):
+            return False
+        found = False
+        for owner in set(self.index.owners()) - {self.pool.owner}:
+            try:
+                found = self.peers.attach(owner).is_alive() or found
+            except Evicted:
+                self.index.leave(owner)
+            except KVMissing:
+                found = True  # it does not answer now; it may later
+        return found
+
+    def _join(self) -> None:
+        self._epoch = self.index.join(self.pool.owner, OWNER_LEASE_S if self.index.shared else math.inf)
+
+    def _put(self, record: ExtentRecord) -> tuple[ExtentRecord, Receipt]:
+        try:
+            return self.index.put(record, self._epoch, self.leases.lease_s)
+        except Fenced:
+            self.announce()
+            return self.index.put(record, self._epoch, self.leases.lease_s)
+
+    def _bring(self, record: ExtentRecord) -> ExtentRecord:
+        """Make a leased extent's bytes readable here.
+
+        Raises:
+            KVMissing: They are gone, and the index was told.
+            _OutOfReach: They are not, but cannot be read now.
+        """
+        place = record.place
+        if place is None:
+            return self._fetch(record)
+        if place.owner != self.pool.owner:
+            if self.peers is None:
+                raise _OutOfReach(f"the pool {place.owner[:12]} belongs to another process, and this one attaches none")
+            try:
+                memory: Pool | Attached = self.peers.attach(place.owner)
+            except Evicted:
+                self.index.leave(place.owner)
+                raise
+            except KVMissing as error:
+                raise _OutOfReach(str(error)) from error
+        else:
+            memory = self.pool
+        if memory.is_live(place.allocation):
+            return record
+        self.counts.lost_extents += 1
+        self.index.lose(record.extent_id, place)
+        raise Evicted(f"extent {record.extent_id} is published but its bytes were given to others")
+
+    def _fetch(self, record: ExtentRecord) -> ExtentRecord:
+        """Read a leased extent from disk into our pool; of several threads that need it one reads."""
+        if self.disk is None:
+            raise _OutOfReach(
+                f"extent {record.extent_id} is on the disk of another process; this one was opened without"
+            )
+        with self._one_fetcher(record.extent_id):
+            known = self.mine.get(record.extent_id)
+            if known is not None:
+                return known
+            allocation = self.reserve(record.num_tokens)
+            if allocation is None:
+                raise _OutOfReach(f"no room in the pool to fetch {record.num_tokens} tokens from disk")
+            rows = self._own_rows(allocation, record.num_tokens)
+            try:
+                if rows.device.type == "cpu":
+                    self.disk.read(stored(record), rows)
+                else:
+                    staged = torch.empty_like(rows, device="cpu")
+                    self.disk.read(stored(record), staged)
+                    rows.copy_(staged)
+            except (KVMissing, IntegrityError) as error:
+                self.free(allocation)
+                self.counts.fetch_failures += 1
+                self.index.set_on_disk(record.extent_id, False)
+                _log.warning("an extent could not be read from disk and is computed again: %s", error)
+                raise Evicted(f"the copy of extent {record.extent_id} on disk is gone or damaged") from error
+            fetched = self._place(record, allocation)
+            if fetched is None:
+                raise Evicted(f"extent {record.extent_id} was fetched by another process at the same moment")
+            self.counts.fetches += 1
+            return fetched
+
+    def _place(self, record: ExtentRecord, allocation: Allocation) -> ExtentRecord | None:
+        """Say that a known extent's bytes are now in our pool; None when somebody else was faster (ours are freed)."""
+        self.pool.publish(allocation)
+        new = Place(self.pool.owner, allocation)
+        with self.lock:
+            try:
+                moved = self.index.move(record.extent_id, record.place, new, self._epoch)
+            except Fenced:
+                moved = False
+            if not moved:
+                self.pool.free(allocation)
+                return None
+            placed = replace(record, place=new, parent=None)
+            self._note(placed)
+            return placed
+
+    @contextmanager
+    def _one_fetcher(self, extent_id: int) -> Iterator[None]:
+        with self.lock:
+            lock = self._fetching.setdefault(extent_id, threading.Lock())
+        try:
+            with lock:
+                yield
+        finally:
+            with self.lock:
+                self._fetching.pop(extent_id, None)
+
+    def _memory(self, owner: str) -> Pool | Attached | None:
+        """Where the bytes of an owner can be read, if they are in reach."""
+        if owner == self.pool.owner:
+            return self.pool
+        return self.peers.known(owner) if self.peers is not None else None
+
+    def _own_rows(self, allocation: Allocation, num_tokens: int) -> torch.Tensor:
+        """An allocation's tensor with the row that rounds its tokens up."""
         return self.pool.tensor(allocation, self.dtype, self.layout.shape(even(num_tokens)))
 
-    def _evict(self, extent_id: int) -> int:
-        record = self.index.remove(extent_id)
-        if record is None:
-            return 0
-        if not self.pool.is_live(record.allocation):
-            raise IntegrityError(f"extent {extent_id} was freed before it was evicted")
-        self.pool.free(record.allocation)
-        self.num_evictions += 1
-        return record.allocation.num_bytes
+    def _note(self, record: ExtentRecord) -> None:
+        """Enter an extent of our pool into its manifest."""
+        self.mine[record.extent_id] = record
+        if self.disk is not None and not record.on_disk:
+            self.unsaved[record.extent_id] = None
 
-    def _query(self, sequence: TokenSequence, canonical: bool, borders: Sequence[int]) -> Query:
-        ids, hashes = sequence.token_ids, sequence.hashes
-        inside = sorted({stop for stop in (*borders, len(ids)) if stop % BLOCK_TOKENS and 0 < stop <= len(ids)})
-        tails = () if canonical else tuple((stop, prefix_id(self.namespace, ids, stop, hashes)) for stop in inside)
-        return Query(ids, hashes, tails, canonical)
+    def _forget(self, extent_id: int) -> None:
+        self.mine.pop(extent_id, None)
+        self.unsaved.pop(extent_id, None)
+
+    def _warn_once(self, kind: str, message: str) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
+            _log.warning("%s (said once; see stats())", message)
 
 
-class PoolTail:
-    """A tail in the pool, or on the heap when the pool cannot give room: cache pressure never kills a request.
-
-    Heap bytes are counted as overflow and the tail is not published unless room appears when it is sealed.
-    """
-
-    def __init__(self, store: ExtentStore, start: int, capacity: int) -> None:
-        self.start = start
-        self.length = 0
-        self._store = store
-        self._allocation: Allocation | None = None
-        self._heap_bytes = 0
-        self.kv = self._take(capacity)
-
-    def ensure(self, num_tokens: int) -> None:
-        """See ``Tail.ensure``. Grows by half, so that long generations copy little."""
-        if num_tokens <= self.kv.shape[3]:
-            return
-        old, old_allocation, old_heap = self.kv, self._allocation, self._heap_bytes
-        self._allocation, self._heap_bytes = None, 0
-        self.kv = self._take(max(num_tokens, self.kv.shape[3] * 3 // 2))
-        self.kv[..., : self.length, :] = old[..., : self.length, :]
-        self._give_back(old_allocation, old_heap)
-
-    def seal(
-        self, sequence: TokenSequence, skip: int, canonical_stop: int, parent: int | None
-    ) -> tuple[ExtentRecord, Receipt] | None:
-        """Publish the tail without its first ``skip`` tokens as one extent; None when the pool has no room for it.
-
-        The tail is used up either way; its ``kv`` stays readable only when None is returned, until ``drop``.
-        """
-        start, stop = self.start + skip, self.start + self.length
-        if skip == 0 and self._allocation is not None:
-            if even(self.length) < self.kv.shape[3]:
-                self._compact()
-            allocation = self._store.shrink(self._allocation, self.length)
-        else:
-            # Bytes in front that belong to other extents, or a tail on the heap: copy what is new into its own range.
-            reserved = self._store.reserve(stop - start)
-            if reserved is None:
-                return None
-            allocation = reserved
-            target = self._store.tensor(allocation, stop - start)
-            target.copy_(self.kv[..., skip : self.length, :])
-            self.drop()
-        self._allocation = None
-        return self._store.publish(sequence, start, stop, allocation, canonical_stop, parent)
-
-    def drop(self) -> None:
-        """Give the memory back unpublished. Idempotent."""
-        self._give_back(self._allocation, self._heap_bytes)
-        self._allocation, self._heap_bytes = None, 0
-
-    def _compact(self) -> None:
-        """Close the gap behind every head: ``[L, 2, H, capacity, D]`` becomes ``[L, 2, H, length, D]`` in place.
-
-        Layer by layer through a copy: a layer's target ends before the next layer's source begins.
-        """
-        flat, rows = self.kv.view(-1), even(self.length)
-        size = self.kv[0].numel() // self.kv.shape[3] * rows
-        for layer in range(self.kv.shape[0]):
-            flat[layer * size : (layer + 1) * size] = self.kv[layer, :, :, :rows].reshape(-1).clone()
-
-    def _take(self, num_tokens: int) -> torch.Tensor:
-        store = self._store
-        num_tokens = even(num_tokens)
-        shape = store.layout.shape(num_tokens)
-        self._allocation = store.reserve(num_tokens)
-        if self._allocation is not None:
-            kv = store.pool.tensor(self._allocation, store.dtype, shape)
-        else:
-            self._heap_bytes = store.layout.num_bytes(num_tokens)
-            store.note_overflow(self._heap_bytes)
-            kv = torch.empty(shape, dtype=store.dtype, device=store.device)
-        kv[..., -1:, :] = 0  # may be read, with no weight, as the row that rounds an odd length up: must not be NaN
-        return kv
-
-    def _give_back(self, allocation: Allocation | None, heap_bytes: int) -> None:
-        if allocation is not None:
-            self._store.free(allocation)
-        if heap_bytes:
-            self._store.note_overflow(-heap_bytes)
+def stored(record: ExtentRecord) -> StoredExtent:
+    """What the disk keeps of an extent."""
+    return StoredExtent(
+        record.start, record.token_ids, record.end_id, record.hashes, record.canonical_stop, record.checksum
+    )
 
 
 def even(num_tokens: int) -> int:

@@ -22,6 +22,8 @@ class Pool(Protocol):
     """
 
     tier: Tier
+    owner: str
+    """Name of the pool in an index, never used by another pool."""
 
     @property
     def capacity_bytes(self) -> int:
@@ -43,6 +45,11 @@ class Pool(Protocol):
 
     def free(self, allocation: Allocation) -> None:
         """Give a live allocation back."""
+
+    def publish(self, allocation: Allocation) -> None:
+        """The allocation's bytes are complete: from now on readers in other processes, where there can be any, may check
+        that they are still its own.
+        """
 
     def is_live(self, allocation: Allocation) -> bool:
         """Does the allocation still own its bytes? Safe without the lock."""

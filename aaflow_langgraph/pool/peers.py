@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy
 import torch
 
-from aaflow_langgraph.errors import ConfigError, KVMissing, UsageError
+from aaflow_langgraph.errors import ConfigError, Evicted, KVMissing, UsageError
 from aaflow_langgraph.pool._door import MESSAGE_BYTES, Offer, peer_uid, socket_path
 from aaflow_langgraph.pool._layout import Layout, Slots, fits
 from aaflow_langgraph.pool._memory import is_protected
@@ -96,8 +96,8 @@ class Peers:
         """The owner's pool; mapped at the first call, remembered until ``detach``, also beyond the owner's death.
 
         Raises:
-            KVMissing: No such pool, or its owner is gone, does not answer within the deadline, or answers what cannot be.
-                Way out: recompute.
+            Evicted: Its owner has closed it or is dead: the pool is gone for good. Way out: recompute.
+            KVMissing: Its owner does not answer within the deadline, or answers what cannot be. Way out: recompute.
             ConfigError: The run directory is not ours alone. Way out: fail.
         """
         with self._lock:
@@ -110,6 +110,10 @@ class Peers:
         if kept is not made:
             made.close()
         return kept
+
+    def known(self, owner: str) -> Attached | None:
+        """The owner's pool if it is mapped; asks nobody."""
+        return self._attached.get(owner)
 
     def attached(self) -> list[Attached]:
         """What is mapped now."""
@@ -157,11 +161,13 @@ class Peers:
         with self._run_dir.opened() as folder:
             path = socket_path(folder, owner)
             if path is None:
-                raise KVMissing(f"no pool {owner} in {self._run_dir.path}: its owner has closed it or was never here")
+                raise Evicted(f"no pool {owner} in {self._run_dir.path}: its owner has closed it or was never here")
             try:
                 connection.connect(str(path))
+            except ConnectionRefusedError as error:
+                raise Evicted(f"nobody serves pool {owner} any more: its owner is gone") from error
             except OSError as error:
-                raise KVMissing(f"pool {owner} does not answer ({error}): its owner is gone or overrun") from error
+                raise KVMissing(f"pool {owner} does not answer ({error}): its owner is overrun") from error
         uid = peer_uid(connection)
         if uid != os.geteuid():
             raise KVMissing(f"pool {owner} is served by uid {uid}, this is uid {os.geteuid()}")

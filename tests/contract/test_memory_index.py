@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from aaflow_langgraph.index.base import ExtentRecord, Index, cover
 from aaflow_langgraph.index.memory import MemoryIndex
-from aaflow_langgraph.testing.index_contract import LEASE_S, IndexContract, query, record, sequence
+from aaflow_langgraph.testing.index_cases import LEASE_S, OWNER, query, record, sequence
+from aaflow_langgraph.testing.index_contract import IndexContract
 
 
 class TestMemoryIndex(IndexContract):
@@ -24,21 +25,22 @@ def sizes(index: MemoryIndex) -> dict[str, int]:
 def test_misses_and_whole_lives_leave_every_table_as_it_was() -> None:
     """langgraph#8754: tables with defaults grow on reads unless somebody looks."""
     index = MemoryIndex()
+    epoch = index.join(OWNER, 1e6)
     empty = sizes(index)
     for ids in (sequence("AB", 7), sequence("", 3)):
         index.release(index.match(query(ids), len(ids), LEASE_S).receipt)
         index.covering(query(ids))
-        index.remove(7)
-        index.candidates()
+        index.remove(7, OWNER)
+        index.candidates(OWNER)
         index.check()
         assert sizes(index) == empty
     ids = sequence("AB", 7)
-    root, first = index.put(record(index, ids, 0, 300), LEASE_S)
-    leaf, second = index.put(record(index, ids, 300, len(ids), parent=root.extent_id), LEASE_S)
+    root, first = index.put(record(index, ids, 0, 300), epoch, LEASE_S)
+    leaf, second = index.put(record(index, ids, 300, len(ids), parent=root.extent_id), epoch, LEASE_S)
     for receipt in (first, second, index.match(query(ids, 300), len(ids), LEASE_S).receipt):
         assert index.release(receipt)
-    assert index.remove(leaf.extent_id)
-    assert index.remove(root.extent_id)
+    assert index.remove(leaf.extent_id, OWNER)
+    assert index.remove(root.extent_id, OWNER)
     assert sizes(index) == empty
 
 
@@ -47,8 +49,9 @@ def test_check_sees_what_is_broken() -> None:
 
     def broken(how: Callable[[MemoryIndex, ExtentRecord, ExtentRecord], object]) -> set[str]:
         index = MemoryIndex()
-        root, _ = index.put(record(index, ids, 0, 300), LEASE_S)
-        leaf, _ = index.put(record(index, ids, 300, len(ids), parent=root.extent_id), LEASE_S)
+        epoch = index.join(OWNER, 1e6)
+        root, _ = index.put(record(index, ids, 0, 300), epoch, LEASE_S)
+        leaf, _ = index.put(record(index, ids, 300, len(ids), parent=root.extent_id), epoch, LEASE_S)
         assert index.check() == []
         how(index, root, leaf)
         return {number for number, _ in index.check()}
@@ -59,6 +62,7 @@ def test_check_sees_what_is_broken() -> None:
     assert "I3" in broken(lambda index, root, leaf: index._records.pop(root.extent_id))
     assert "I2" in broken(lambda index, root, leaf: index._readers.clear())
     assert "I2" in broken(lambda index, root, leaf: index._leases.clear())
+    assert "I7" in broken(lambda index, root, leaf: index._owners.clear())
 
 
 @st.composite

@@ -87,7 +87,7 @@ def test_threads_that_write_the_same_tokens_leave_one_copy(open_broker: Callable
     assert len(set(handles)) == 1
     records = broker._store.index.records()
     assert sum(len(record.token_ids) for record in records) == 600
-    assert broker.stats().pool_used_bytes == sum(record.allocation.num_bytes for record in records)
+    assert broker.stats().pool_used_bytes == sum(record.place.allocation.num_bytes for record in records)
 
 
 def test_eight_threads_in_a_pool_too_small_for_them(open_broker: Callable[..., KVBroker]) -> None:

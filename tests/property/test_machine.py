@@ -207,7 +207,7 @@ class BrokerMachine(RuleBasedStateMachine):
         stats = self.broker.stats()
         assert stats.pool_used_bytes <= stats.pool_peak_bytes <= stats.pool_capacity_bytes
         assert stats.overflow_bytes == 0
-        published = sum(record.allocation.num_bytes for record in self.broker._store.index.records())
+        published = sum(record.place.allocation.num_bytes for record in self.broker._store.index.records())
         assert stats.pool_used_bytes == published  # no request is running: every byte in use belongs to an extent
         assert stats.num_recipes == len(self.named)
 

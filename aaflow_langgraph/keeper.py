@@ -1,0 +1,116 @@
+"""What a store does besides serving requests: heartbeats, renewals, sweeps, write-behind, watermarks, adoption.
+
+One daemon thread a broker, only where there is something to keep: a shared index or a disk. It never raises: what fails is
+logged and tried again at the next tick.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from aaflow_langgraph.errors import AAFlowError
+from aaflow_langgraph.evict.base import Policy
+from aaflow_langgraph.store import OWNER_LEASE_S, ExtentStore
+
+TICK_S = 0.5
+"""How often the thread looks around: the longest that an extent waits for its copy on disk, or a dead owner to be noticed."""
+
+HIGH_WATER, LOW_WATER = 0.95, 0.85
+"""Above the first share of the pool, extents that are on disk leave it until the second is reached, so that a request seldom
+waits for room."""
+
+_log = logging.getLogger("aaflow_langgraph")
+
+
+class Keeper:
+    """Call ``start`` once and ``stop`` at the end; tests call ``tick`` by hand instead."""
+
+    def __init__(
+        self,
+        store: ExtentStore,
+        policy: Policy,
+        *,
+        chores: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store = store
+        self._policy = policy
+        self._chores = chores
+        self._clock = clock
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._beaten_s = clock()
+        self._lock = threading.Lock()
+
+    def start(self) -> None:
+        """Begin ticking in the background."""
+        self._thread = threading.Thread(target=self._run, name="aaflow-keeper", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread, after the tick that runs. Idempotent."""
+        self._stopping.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+        self._thread = None
+
+    def tick(self) -> None:
+        """Everything that is due now."""
+        with self._lock:
+            store = self._store
+            if store.index.shared:
+                if self._clock() - self._beaten_s > OWNER_LEASE_S / 5:
+                    self._beaten_s = self._clock()
+                    store.beat()
+                    store.sweep()
+                store.leases.renew_old()
+                self._adopt()
+            self.write_behind()
+            self._lower()
+            self._chores()
+
+    def write_behind(self) -> None:
+        """Give every published extent its copy on disk."""
+        store = self._store
+        if store.disk is None:
+            return
+        for extent_id in list(store.unsaved):
+            if self._stopping.is_set():
+                return
+            store.spill(extent_id)
+
+    def _adopt(self) -> None:
+        """Take over what dead owners left, and let their memory go once nobody here reads it."""
+        store = self._store
+        for peer in store.peers.attached() if store.peers is not None else ():
+            if peer.is_alive():
+                continue
+            if store.index.records(peer.owner):
+                store.adopt(peer)
+            elif not store.leases.reads_from(peer.owner) and store.peers is not None:
+                store.peers.detach(peer.owner)
+
+    def _lower(self) -> None:
+        """Make room before somebody asks for it, without losing anything."""
+        store = self._store
+        capacity = store.pool.capacity_bytes
+        if store.disk is None or store.pool.used_bytes <= HIGH_WATER * capacity:
+            return
+        need = store.pool.used_bytes - int(LOW_WATER * capacity)
+        saved = [
+            candidate
+            for candidate in store.index.candidates(store.pool.owner)
+            if candidate.extent_id in store.mine and store.mine[candidate.extent_id].on_disk
+        ]
+        for victim in self._policy(saved, need):
+            store.drop(victim.extent_id)
+
+    def _run(self) -> None:
+        while not self._stopping.wait(TICK_S):
+            try:
+                self.tick()
+            except (AAFlowError, OSError) as error:
+                _log.warning("background work failed and is tried again: %s", error)

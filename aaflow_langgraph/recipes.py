@@ -1,0 +1,162 @@
+"""Recipes of handles: those this broker made or read, and where to look for the others.
+
+A recipe stores only what it adds to its parent; sequences are put together along the parents. What comes from outside (an
+index, a disk) is believed only if its tokens have the name that was asked for.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+
+from aaflow_langgraph.errors import CapacityError
+from aaflow_langgraph.hashing import prefix_id
+from aaflow_langgraph.model import Finding, Recipe
+from aaflow_langgraph.store import ExtentStore, TokenSequence
+
+RECIPE_LEASE_S = 24 * 3600.0
+"""A recipe that nobody asked a shared index for stays there for so long."""
+
+_SEQUENCES_KEPT = 128
+"""Assembled token sequences kept ready; older ones are put together again from their recipes."""
+
+_log = logging.getLogger("aaflow_langgraph")
+
+
+class RecipeBook:
+    """Thread-safe. Local recipes live as long as the book."""
+
+    def __init__(self, namespace: str, store: ExtentStore) -> None:
+        self._namespace = namespace
+        self._store = store
+        self._lock = threading.RLock()
+        self._recipes: dict[str, Recipe] = {}
+        self._sequences: OrderedDict[str, TokenSequence] = OrderedDict()
+        self._unsaved: dict[str, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._recipes)
+
+    def keep(self, recipe: Recipe, sequence: TokenSequence) -> None:
+        """Enter a recipe and share it with whoever reads the same index or disk."""
+        with self._lock:
+            known = self._recipes.get(recipe.kv_id)
+            # The same tokens may be reached by several routes; chat structure is worth more than none.
+            is_new = known is None or (not known.has_chat and recipe.has_chat)
+            if is_new:
+                self._recipes[recipe.kv_id] = recipe
+                if self._store.disk is not None:
+                    self._unsaved[recipe.kv_id] = None
+            self._remember(recipe.kv_id, sequence)
+        if is_new and self._store.index.shared:
+            self._store.index.put_recipe(recipe, RECIPE_LEASE_S)
+
+    def find(self, kv_id: str) -> Recipe | None:
+        """The recipe of a handle, from wherever it is known, with everything it stands on; None when it is nowhere."""
+        with self._lock:
+            known = self._recipes.get(kv_id)
+        if known is not None:
+            return known
+        chain: list[Recipe] = []
+        at: str | None = kv_id
+        while at is not None and at not in self._recipes:
+            recipe = self._read(at)
+            if recipe is None or recipe.namespace != self._namespace or recipe.stop <= recipe.start:
+                return None
+            if chain and recipe.stop != chain[-1].start:
+                return None
+            chain.append(recipe)
+            at = recipe.parent
+        if chain[-1].parent is None and chain[-1].start != 0:
+            return None
+        with self._lock:
+            base = self._sequence(at) if at is not None else TokenSequence((), ())
+            if len(base.token_ids) != chain[-1].start:
+                return None
+            ids = base.token_ids + tuple(token for recipe in reversed(chain) for token in recipe.token_ids)
+            sequence = self._store.sequence(ids, base.hashes)
+            for recipe in reversed(chain):
+                named = prefix_id(self._namespace, ids, recipe.stop, sequence.hashes)
+                if named != recipe.kv_id:
+                    _log.warning(
+                        "a recipe from outside names %s but rebuilds %s: ignored", recipe.kv_id[:12], named[:12]
+                    )
+                    return None
+            for recipe in reversed(chain):
+                self._recipes[recipe.kv_id] = recipe
+            self._remember(kv_id, sequence)
+            return chain[0]
+
+    def sequence(self, kv_id: str) -> TokenSequence:
+        """Token ids and block hashes of a known recipe, put together along its parents."""
+        with self._lock:
+            return self._sequence(kv_id)
+
+    def borders(self, recipe: Recipe) -> list[int]:
+        """Positions where extents of a recipe and its parents end."""
+        borders: list[int] = []
+        at: Recipe | None = recipe
+        while at is not None:
+            borders += [at.stop - at.num_pending, at.stop]
+            at = self._recipes.get(at.parent) if at.parent else None
+        return borders
+
+    def share_again(self) -> None:
+        """Give every local recipe to an index that forgot them."""
+        with self._lock:
+            recipes = list(self._recipes.values())
+        for recipe in recipes:
+            self._store.index.put_recipe(recipe, RECIPE_LEASE_S)
+
+    def save(self) -> None:
+        """Write recipes that the disk does not have yet; a disk that cannot take them costs their handles, later."""
+        with self._lock:
+            unsaved, self._unsaved = list(self._unsaved), {}
+        if self._store.disk is None:
+            return
+        for kv_id in unsaved:
+            try:
+                self._store.disk.write_recipe(self._recipes[kv_id])
+            except (CapacityError, OSError) as error:
+                _log.warning("a recipe could not be written to disk: %s", error)
+                return
+
+    def check(self) -> list[Finding]:
+        """Recipes that rebuild something else than they are named for (I5), or are of another namespace (I6)."""
+        found = []
+        for recipe in list(self._recipes.values()):
+            sequence = self.sequence(recipe.kv_id)
+            named = prefix_id(self._namespace, sequence.token_ids, len(sequence.token_ids), sequence.hashes)
+            if named != recipe.kv_id:
+                found.append(Finding("I5", f"recipe {recipe.kv_id[:12]} rebuilds {named[:12]}"))
+            if recipe.namespace != self._namespace:
+                found.append(Finding("I6", f"recipe {recipe.kv_id[:12]} belongs to namespace {recipe.namespace[:12]}"))
+        return found
+
+    def _read(self, kv_id: str) -> Recipe | None:
+        recipe = self._store.index.recipe(kv_id) if self._store.index.shared else None
+        if recipe is None and self._store.disk is not None:
+            recipe = self._store.disk.read_recipe(kv_id)
+        return recipe
+
+    def _sequence(self, kv_id: str) -> TokenSequence:
+        kept = self._sequences.get(kv_id)
+        if kept is not None:
+            self._sequences.move_to_end(kv_id)
+            return kept
+        parts: list[tuple[int, ...]] = []
+        at: str | None = kv_id
+        while at is not None:
+            recipe = self._recipes[at]
+            parts.append(recipe.token_ids)
+            at = recipe.parent
+        sequence = self._store.sequence(tuple(token for part in reversed(parts) for token in part))
+        self._remember(kv_id, sequence)
+        return sequence
+
+    def _remember(self, kv_id: str, sequence: TokenSequence) -> None:
+        self._sequences[kv_id] = sequence
+        self._sequences.move_to_end(kv_id)
+        while len(self._sequences) > _SEQUENCES_KEPT:
+            self._sequences.popitem(last=False)
