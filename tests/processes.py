@@ -102,6 +102,9 @@ class Commands:
         self.pool = SharedPool(capacity_bytes, run_dir=self.run_dir)
         return self.pool.owner
 
+    def open_another(self, capacity_bytes: int) -> None:
+        self.kept.append(SharedPool(capacity_bytes, run_dir=self.run_dir))
+
     def write(self, num_bytes: int, value: int) -> tuple[int, int, int]:
         assert self.pool is not None
         allocation = self.pool.reserve(num_bytes)

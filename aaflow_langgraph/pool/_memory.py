@@ -144,18 +144,19 @@ def _unnamed_file(num_bytes: int, name: str) -> Memory:
 
 
 def _allocate(fd: int, num_bytes: int, where: str) -> mmap.mmap:
+    status = os.fstatvfs(fd)
+    free = status.f_bavail * status.f_frsize
     try:
+        if status.f_blocks and free < num_bytes:  # known before gigabytes are filled in vain; 0 blocks: no limit
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         os.ftruncate(fd, num_bytes)
         for start in range(0, num_bytes, _STEP_BYTES):
             os.posix_fallocate(fd, start, min(_STEP_BYTES, num_bytes - start))
         return mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-    except (OSError, OverflowError) as error:
-        free = ""
-        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-            status = os.fstatvfs(fd)
-            free = f", {status.f_bavail * status.f_frsize} are free there"
+    except OSError as error:
+        where += f", where {free} are free" if error.errno == errno.ENOSPC else ""
         raise ConfigError(
-            f"cannot take {num_bytes} bytes of {where} for the pool ({error}{free}); pass a smaller pool_bytes"
+            f"cannot take {num_bytes} bytes of {where}, for the pool: {error.strerror}; pass a smaller pool_bytes"
         ) from error
 
 
