@@ -34,7 +34,9 @@ def _parser() -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="measure on this machine").add_subparsers(dest="bench", required=True)
     ttft = bench.add_parser("ttft", help="time to first token: reuse against re-prefill and against the bound")
     fork = bench.add_parser("fork", help="what a fork costs in time and bytes")
+    index = bench.add_parser("index", help="operations of an index on Redis against a bare round trip to it")
     evict = bench.add_parser("evict", help="hit rates of eviction policies on traces, beside what could be hit")
+    attach = bench.add_parser("attach", help="what it costs to reach KV that another process holds")
     for command in (ttft, fork):
         command.add_argument("--model", default=None, help="hub id or directory (default: the demo model)")
         command.add_argument("--dtype", default="auto", help="float32, bfloat16, float16 or auto (the checkpoint's)")
@@ -44,6 +46,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     ttft.add_argument("--rounds", type=_rounds, default=5, help="interleaved rounds, at least 5 (default 5)")
     fork.add_argument("--context", type=_count, default=8192, help="context tokens (default 8192, cut to the window)")
+    index.add_argument("--index", default=None, metavar="URL", help="default: a private server for this run")
+    index.add_argument("--rounds", type=_rounds, default=500, help="interleaved rounds, at least 5 (default 500)")
+    attach.add_argument("--mib", type=_count, default=256, help="size of the pool (default 256)")
+    attach.add_argument("--rounds", type=_rounds, default=200, help="attaches, at least 5 (default 200)")
     evict.add_argument(
         "--trace", nargs="+", action="extend", required=True, metavar="FILE", help="Mooncake or kv-cache-tester traces"
     )
@@ -65,9 +71,27 @@ def _bench_evict(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _bench_index(arguments: argparse.Namespace) -> int:
+    from aaflow_langgraph.bench import index
+
+    index.report(index.run(arguments.index, arguments.rounds))
+    return 0
+
+
+def _bench_attach(arguments: argparse.Namespace) -> int:
+    from aaflow_langgraph.bench import attach
+
+    attach.report(attach.run(arguments.mib, arguments.rounds))
+    return 0
+
+
 def _bench(arguments: argparse.Namespace) -> int:
     if arguments.bench == "evict":  # needs no model
         return _bench_evict(arguments)
+    if arguments.bench == "index":
+        return _bench_index(arguments)
+    if arguments.bench == "attach":
+        return _bench_attach(arguments)
     import torch
     import transformers
 

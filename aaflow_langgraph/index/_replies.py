@@ -26,6 +26,11 @@ def lines(reply: Any) -> list[tuple[int, bytes]]:
     return [(wire.from_id(raw_id), rest) for raw_id, rest in (fields(line, 2) for line in items(reply))]
 
 
+def states(reply: Any) -> list[tuple[int, bytes]]:
+    """(extent, state) of every line, without what was counted of its uses."""
+    return [(extent_id, rest.rsplit(b" ", 3)[0]) for extent_id, rest in lines(reply)]
+
+
 def fields(line: Any, number: int) -> list[bytes]:
     """``number`` fields of a line; the last one takes the rest."""
     found = line.split(b" ", number - 1) if isinstance(line, bytes) else []
@@ -68,6 +73,8 @@ def seconds(value: Any) -> float:
     return found
 
 
-def text(value: Any) -> str:
-    """A name, printable whatever it is."""
-    return bytes(value).decode("ascii", "replace")
+def text(value: Any) -> bytes:
+    """Text as it came."""
+    if not isinstance(value, bytes):
+        raise IntegrityError("the index answered with something else than text")
+    return value

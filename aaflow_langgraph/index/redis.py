@@ -39,6 +39,7 @@ class RedisIndex:
             stay in their process.
 
     Attributes:
+        server: Where it lives.
         num_malformed: Entries that were not what they said, or went while they were read; each was a miss.
     """
 
@@ -46,7 +47,7 @@ class RedisIndex:
 
     def __init__(self, server: Server, *, share_recipes: bool = True) -> None:
         self.num_malformed = 0
-        self._server = server
+        self.server = server
         self._shares = share_recipes
         self._lock = threading.Lock()
         self._last_id = 0
@@ -58,21 +59,21 @@ class RedisIndex:
 
     def join(self, owner: str, lease_s: float) -> int:
         wire.require_name("an owner", owner)
-        epoch = replies.count(self._server.run("join", owner, repr(lease_s), str(self._last_epoch)))
+        epoch = replies.count(self.server.run("join", owner, repr(lease_s), str(self._last_epoch)))
         with self._lock:
             self._last_epoch = max(self._last_epoch, epoch)
         return epoch
 
     def heartbeat(self, owner: str, epoch: int, lease_s: float) -> bool:
-        return replies.flag(self._server.run("heartbeat", owner, str(epoch), repr(lease_s)))
+        return replies.flag(self.server.run("heartbeat", owner, str(epoch), repr(lease_s)))
 
     def leave(self, owner: str) -> int:
-        return replies.count(self._server.run("leave", wire.require_name("an owner", owner)))
+        return replies.count(self.server.run("leave", wire.require_name("an owner", owner)))
 
     def owners(self) -> dict[str, float]:
-        now, *rest = replies.items(self._server.run("owners"))
+        now, *rest = replies.items(self.server.run("owners"))
         return {
-            replies.text(name): replies.seconds(at) - replies.seconds(now)
+            replies.text(name).decode("ascii", "replace"): replies.seconds(at) - replies.seconds(now)
             for name, at in zip(rest[::2], rest[1::2], strict=True)
         }
 
@@ -94,7 +95,7 @@ class RedisIndex:
         reply = [b"taken"]
         while reply == [b"taken"]:
             reply = replies.items(
-                self._server.run(
+                self.server.run(
                     "put",
                     lease_id,
                     repr(lease_s),
@@ -104,13 +105,8 @@ class RedisIndex:
                     wire.to_range(place),
                     "-" if record.parent is None else wire.to_id(record.parent),
                     "1" if record.on_disk else "0",
-                    f"{record.start} {record.stop}",
-                    str(record.canonical_stop),
-                    wire.to_key(record),
                     wire.to_record(record),
                     packed,
-                    record.end_id,
-                    *record.hashes,
                 )
             )
             if reply == [b"taken"]:
@@ -137,7 +133,7 @@ class RedisIndex:
             left_out = " ".join(map(wire.to_id, distrusted))
             canonical = "1" if query.canonical else "0"
             reply = replies.items(
-                self._server.run("match", lease_id, repr(lease_s), str(limit), canonical, left_out, positions, *names)
+                self.server.run("match", lease_id, repr(lease_s), str(limit), canonical, left_out, positions, names)
             )
             if not reply:
                 break
@@ -148,7 +144,7 @@ class RedisIndex:
                 return Match(
                     parts, stop, Receipt(lease_id, tuple(span[0] for span in spans), replies.seconds(reply[0]))
                 )
-            self._server.run("release", lease_id)
+            self.server.run("release", lease_id)
             self.num_malformed += 1
             # The first part that is not what the reply says was chosen on a lie.
             proved = [(record.extent_id, a, b) for record, a, b in parts]
@@ -158,12 +154,12 @@ class RedisIndex:
         return Match((), 0, Receipt(secrets.token_hex(16), (), 0.0))
 
     def covering(self, query: Query) -> list[ExtentRecord]:
-        names = (*query.hashes, *(end_id for _, end_id in query.tails))
-        return self._records(replies.lines(self._server.run("covering", *names))) if names else []
+        names = "".join((*query.hashes, *(end_id for _, end_id in query.tails)))
+        return self._records(replies.states(self.server.run("covering", names))) if names else []
 
     def remove(self, extent_id: int, owner: str) -> ExtentRecord | None:
         needs_record = extent_id not in self._known
-        reply = self._server.run("remove", wire.to_id(extent_id), owner, "1" if needs_record else "0")
+        reply = self.server.run("remove", wire.to_id(extent_id), owner, "1" if needs_record else "0")
         if reply is None:
             return None
         known = self._cut(extent_id)
@@ -174,7 +170,7 @@ class RedisIndex:
 
     def move(self, extent_id: int, old: Place | None, new: Place, epoch: int) -> bool:
         wire.require_name("an owner", new.owner)
-        moved = self._server.run(
+        moved = self.server.run(
             "move", wire.to_id(extent_id), wire.to_place(old), new.owner, wire.to_range(new), str(epoch)
         )
         if moved == -1:
@@ -182,14 +178,14 @@ class RedisIndex:
         return replies.flag(moved)
 
     def lose(self, extent_id: int, place: Place) -> bool:
-        return replies.flag(self._server.run("lose", wire.to_id(extent_id), wire.to_place(place)))
+        return replies.flag(self.server.run("lose", wire.to_id(extent_id), wire.to_place(place)))
 
     def set_on_disk(self, extent_id: int, on_disk: bool) -> bool:
-        return replies.flag(self._server.run("set_on_disk", wire.to_id(extent_id), "1" if on_disk else "0"))
+        return replies.flag(self.server.run("set_on_disk", wire.to_id(extent_id), "1" if on_disk else "0"))
 
     def candidates(self, owner: str) -> list[Candidate]:
         found = []
-        for extent_id, rest in replies.lines(self._server.run("candidates", wire.require_name("an owner", owner))):
+        for extent_id, rest in replies.lines(self.server.run("candidates", wire.require_name("an owner", owner))):
             try:
                 line, created, last, uses = rest.rsplit(b" ", 3)
                 state = wire.from_state(line)
@@ -213,48 +209,48 @@ class RedisIndex:
     def records(self, owner: str | None = None) -> list[ExtentRecord]:
         if owner is not None:
             wire.require_name("an owner", owner)
-        return self._records(replies.lines(self._server.run("records", owner or "")))
+        return self._records(replies.states(self.server.run("records", owner or "")))
 
     # ---------------------------------------------------------------- leases
 
     def renew(self, receipt: Receipt, lease_s: float) -> Receipt:
-        reply = self._server.run("renew", receipt.lease_id, repr(lease_s))
+        reply = self.server.run("renew", receipt.lease_id, repr(lease_s))
         if reply is None:
             raise LeaseExpired(f"lease on {len(receipt.extent_ids)} extents is gone: it ran out or was released")
-        deadline, ids = replies.items(reply, 2)
-        return Receipt(receipt.lease_id, tuple(wire.from_id(raw) for raw in ids.split()), replies.seconds(deadline))
+        deadline, *ids = replies.text(reply).split()
+        return Receipt(receipt.lease_id, tuple([wire.from_id(raw) for raw in ids]), replies.seconds(deadline))
 
     def release(self, receipt: Receipt) -> bool:
         if not receipt.extent_ids and not receipt.deadline_s:
             return True  # of a miss, which left nothing behind
-        return replies.flag(self._server.run("release", receipt.lease_id)) or not receipt.extent_ids
+        return replies.flag(self.server.run("release", receipt.lease_id)) or not receipt.extent_ids
 
     def num_leases(self) -> int:
-        return replies.count(self._server.run("num_leases"))
+        return replies.count(self.server.run("num_leases"))
 
     def sweep(self) -> Swept:
-        return Swept(*(replies.count(number) for number in replies.items(self._server.run("sweep"), 3)))
+        return Swept(*(replies.count(number) for number in replies.items(self.server.run("sweep"), 3)))
 
     # ---------------------------------------------------------------- claims and recipes
 
     def claim(self, name: str, holder: str, lease_s: float) -> bool:
         wire.require_name("a claim", name)
         wire.require_name("a holder", holder)
-        return replies.flag(self._server.run("claim", name, holder, repr(lease_s)))
+        return replies.flag(self.server.run("claim", name, holder, repr(lease_s)))
 
     def unclaim(self, name: str, holder: str) -> bool:
-        return replies.flag(self._server.run("unclaim", name, holder))
+        return replies.flag(self.server.run("unclaim", name, holder))
 
     def put_recipe(self, recipe: Recipe, lease_s: float) -> None:
         if self._shares:
             wire.require_digest("a kv_id", recipe.kv_id)
             chat = "1" if recipe.has_chat else "0"
-            self._server.run("put_recipe", recipe.kv_id, repr(lease_s), chat, wire.to_recipe(recipe))
+            self.server.run("put_recipe", recipe.kv_id, repr(lease_s), chat, wire.to_recipe(recipe))
 
     def recipe(self, kv_id: str) -> Recipe | None:
         if not self._shares:
             return None
-        raw = self._server.run("recipe", wire.require_digest("a kv_id", kv_id))
+        raw = self.server.run("recipe", wire.require_digest("a kv_id", kv_id))
         try:
             return None if raw is None else wire.from_recipe(kv_id, raw)
         except IntegrityError:
@@ -264,10 +260,10 @@ class RedisIndex:
     # ---------------------------------------------------------------- inspection
 
     def check(self) -> list[tuple[str, str]]:
-        return findings(replies.items(self._server.run("snapshot")))
+        return findings(replies.items(self.server.run("snapshot")))
 
     def close(self) -> None:
-        self._server.close()
+        self.server.close()
 
     # ---------------------------------------------------------------- inside
 
@@ -298,7 +294,7 @@ class RedisIndex:
         found = {}
         for first in range(0, len(missing), _FETCH):
             batch = missing[first : first + _FETCH]
-            raws, packed = replies.items(self._server.run("fetch", *map(wire.to_id, batch)), 2)
+            raws, packed = replies.items(self.server.run("fetch", *map(wire.to_id, batch)), 2)
             for extent_id, raw, tokens in zip(batch, raws, packed, strict=True):
                 try:
                     found[extent_id] = wire.from_record(extent_id, raw, tokens if self._shares else None)
@@ -327,14 +323,15 @@ class RedisIndex:
             return known[1]
 
 
-def _names(query: Query, limit: int) -> tuple[str, list[str]]:
+def _names(query: Query, limit: int) -> tuple[str, str]:
     """Positions and names to look up, last first. Blocks behind the one that ``limit`` cuts find nothing that it does not."""
     num_blocks = min(len(query.hashes), -(-limit // BLOCK_TOKENS))
-    asked: list[tuple[int, str, str]] = [
-        (block * BLOCK_TOKENS, "", query.hashes[block - 1]) for block in range(num_blocks, 0, -1)
-    ]
-    if query.tails and not query.canonical:
-        bound = -(-limit // BLOCK_TOKENS) * BLOCK_TOKENS
-        asked += [(stop, "t", end_id) for stop, end_id in query.tails if stop <= bound]
-        asked.sort(reverse=True)
-    return " ".join([f"{position}{kind}" for position, kind, _ in asked]), [name for _, _, name in asked]
+    positions = list(range(num_blocks * BLOCK_TOKENS, 0, -BLOCK_TOKENS))
+    names: list[str] = list(query.hashes[num_blocks - 1 :: -1]) if num_blocks else []
+    if not query.tails or query.canonical:
+        return " ".join(map(str, positions)), "".join(names)
+    asked = [(position, "", name) for position, name in zip(positions, names, strict=True)]
+    bound = -(-limit // BLOCK_TOKENS) * BLOCK_TOKENS
+    asked += [(stop, "t", end_id) for stop, end_id in query.tails if stop <= bound]
+    asked.sort(reverse=True)
+    return " ".join([f"{position}{kind}" for position, kind, _ in asked]), "".join([name for _, _, name in asked])

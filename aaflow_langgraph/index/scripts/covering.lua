@@ -1,11 +1,13 @@
 #!lua flags=no-writes
 -- Every extent that one of the names leads to (Index.covering).
--- Keys: below. Arguments: now or '', names...
+-- Keys: below. Arguments: now or '', the names, joined.
 -- Reply: 'id state' in the order of the ids.
 local state, names = unpack(KEYS)
-local seen, ids, reply = {}, {}, {}
-for first = 2, #ARGV, 1000 do
-  for _, value in ipairs(redis.call('HMGET', names, unpack(ARGV, first, math.min(first + 999, #ARGV)))) do
+local joined, seen, ids, reply = ARGV[2], {}, {}, {}
+for first = 1, #joined, 64000 do
+  local batch = {}
+  for at = first, math.min(first + 63999, #joined), 64 do batch[#batch + 1] = joined:sub(at, at + 63) end
+  for _, value in ipairs(redis.call('HMGET', names, unpack(batch))) do
     for id in (value or ''):gmatch('(%x+):%d+:%d+:%d+') do
       if not seen[id] then
         seen[id] = true

@@ -2,7 +2,7 @@
 -- Registers an owner under a new epoch and drops what it announced before (Index.join).
 -- Keys: below. Arguments: now or '', owner, lease seconds, the largest epoch that the caller has seen.
 -- Reply: the epoch, microseconds of the server's clock or more: larger than any before, by no key that must survive.
-local records, state, tokens, names, keys, children, readers, owned, leases, held, used, owners = unpack(KEYS)
+local records, state, tokens, names, keys, children, readers, owned, held, owners = unpack(KEYS)
 -- include: clock
 -- include: drop_lease
 -- include: state

@@ -2,7 +2,7 @@
 -- Forgets an owner and its places (Index.leave).
 -- Keys: below. Arguments: now or '', owner.
 -- Reply: how many places.
-local records, state, tokens, names, keys, children, readers, owned, leases, held, used, owners = unpack(KEYS)
+local records, state, tokens, names, keys, children, readers, owned, held, owners = unpack(KEYS)
 -- include: drop_lease
 -- include: state
 -- include: forget

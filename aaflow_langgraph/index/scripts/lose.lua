@@ -2,7 +2,7 @@
 -- Says that the bytes at a place are gone (Index.lose).
 -- Keys: below. Arguments: now or '', id, 'owner offset num_bytes generation'.
 -- Reply: 1, or 0 when they were not there.
-local records, state, tokens, names, keys, children, readers, owned, leases, held, used = unpack(KEYS)
+local records, state, tokens, names, keys, children, readers, owned, held = unpack(KEYS)
 -- include: drop_lease
 -- include: state
 -- include: forget

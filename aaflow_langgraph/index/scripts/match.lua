@@ -1,35 +1,43 @@
 #!lua
 -- Leases the extents that cover the longest prefix (Index.match): greedy interval cover, as cover() in base.py does it.
 -- Keys: below. Arguments: now or '', lease, lease seconds, limit, canonical 1/0, ids to leave out, positions of the names
---   in falling order ('300t' where an extent must end, else the end of a block), the names in the same order.
+--   in falling order ('300t' where an extent must end, else the end of a block), the names in the same order, joined.
 -- Reply: {deadline, 'id start stop state', ...}; empty when nothing is found, and then nothing was written.
-local state, names, readers, leases, held, used = unpack(KEYS)
+local state, names, readers, held = unpack(KEYS)
 -- include: clock
 -- include: lease
-local limit, canonical = tonumber(ARGV[4]), ARGV[5] == '1'
+local limit, canonical, joined = tonumber(ARGV[4]), ARGV[5] == '1', ARGV[8]
 local seen, spans, reached = {}, {}, -1
 for id in ARGV[6]:gmatch('%x+') do seen[id] = true end
-local number, fetched, values = 7, 7, {}
+-- Names are looked up a few at a time: most often the first ones lead to all there is.
+local number, fetched, values, size = 0, 0, nil, 2
+local function next_value()
+  if number == fetched then
+    local batch = {}
+    for i = number, math.min(number + size, #joined / 64) - 1 do batch[#batch + 1] = joined:sub(64 * i + 1, 64 * i + 64) end
+    values, fetched, size = redis.call('HMGET', names, unpack(batch)), number + #batch, math.min(size * 4, 1000)
+    values.base = number
+  end
+  number = number + 1
+  return values[number - values.base]
+end
 -- An extent counts up to the first, that is the last, of its positions that is met. Once one that starts at 0 is known,
 -- positions below its end cannot matter any more.
 for position, tail in ARGV[7]:gmatch('(%d+)(t?)') do
   position = tonumber(position)
   local stop = math.min(position, limit)
   if stop < reached then break end
-  number = number + 1
-  if number > fetched then
-    local last = math.min(fetched + 16, #ARGV)
-    values = redis.call('HMGET', names, unpack(ARGV, fetched + 1, last))
-    values.base, fetched = fetched, last
-  end
-  for id, start, last, whole in (values[number - values.base] or ''):gmatch('(%x+):(%d+):(%d+):(%d+)') do
-    local fits
-    if tail == 't' then fits = tonumber(last) == position else fits = not canonical or tonumber(whole) >= position end
-    if fits and not seen[id] then
-      seen[id], start = true, tonumber(start)
-      if start < stop then
-        spans[#spans + 1] = {id, start, stop}
-        if start == 0 then reached = math.max(reached, stop) end
+  local value = next_value()
+  if value then
+    for id, start, last, whole in value:gmatch('(%x+):(%d+):(%d+):(%d+)') do
+      local fits
+      if tail == 't' then fits = tonumber(last) == position else fits = not canonical or tonumber(whole) >= position end
+      if fits and not seen[id] then
+        seen[id], start = true, tonumber(start)
+        if start < stop then
+          spans[#spans + 1] = {id, start, stop}
+          if start == 0 then reached = math.max(reached, stop) end
+        end
       end
     end
   end
@@ -49,16 +57,20 @@ while #ids < 2000 do
   ids[#ids + 1], parts[#parts + 1] = best[1], best[1] .. ' ' .. at .. ' ' .. best[3] .. ' '
   at = best[3]
 end
-local states = redis.call('HMGET', state, unpack(ids))
+local lines, uses, last = redis.call('HMGET', state, unpack(ids)), {}, string.format('%.0f', tick)
 for i = 1, #ids do
+  local line, created, count = (lines[i] or ''):match('^(.- [01]) (%d+) %d+ (%d+)$')
   -- A name that leads to no extent: somebody else wrote here. Cover ends before it.
-  if not states[i] then
+  if not line then
     for j = #ids, i, -1 do ids[j], parts[j] = nil, nil end
     break
   end
-  parts[i] = parts[i] .. states[i]
+  parts[i] = parts[i] .. line
+  uses[2 * i - 1], uses[2 * i] = ids[i], table.concat({line, created, last, count + 1}, ' ')
 end
 if #ids == 0 then return {} end
-take_lease(ARGV[2], ids, now + ARGV[3])
-table.insert(parts, 1, seconds(now + ARGV[3]))
+redis.call('HSET', state, unpack(uses))
+local deadline = seconds(now + ARGV[3])
+take_lease(ARGV[2], deadline, ids)
+table.insert(parts, 1, deadline)
 return parts

@@ -3,7 +3,7 @@
 -- Keys: below. Arguments: now or '', id, old 'owner offset num_bytes generation' ('- 0 0 0' for none), new owner,
 --   new 'offset num_bytes generation', epoch of the new owner.
 -- Reply: 1, 0 when it was elsewhere or is unknown, -1 when the new owner is fenced.
-local records, state, tokens, names, keys, children, readers, owned, leases, held, used, owners = unpack(KEYS)
+local records, state, tokens, names, keys, children, readers, owned, held, owners = unpack(KEYS)
 -- include: clock
 -- include: owner
 -- include: drop_lease

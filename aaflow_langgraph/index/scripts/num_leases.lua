@@ -2,5 +2,5 @@
 -- How many leases there are (Index.num_leases).
 -- Keys: below. Arguments: now or ''.
 -- Reply: the number.
-local leases = KEYS[1]
-return redis.call('ZCARD', leases)
+local held = KEYS[1]
+return redis.call('HLEN', held)

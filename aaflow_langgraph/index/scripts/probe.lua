@@ -2,7 +2,7 @@
 -- May this user run what the other scripts run?
 -- Keys: below. Arguments: now or ''.
 -- Reply: the commands that it may not run on our keys.
-local records, state, tokens, names, keys, children, readers, owned, leases, held, used, owners, claims, recipes,
+local records, state, tokens, names, keys, children, readers, owned, held, owners, claims, recipes,
   recipe_deadlines = unpack(KEYS)
 local refused = {}
 local function try(...)
@@ -17,12 +17,12 @@ try('HVALS', owners)
 try('HEXISTS', state, 'f')
 try('HSET', records, 'f', 'v')
 try('HDEL', records, 'f')
-try('ZADD', leases, '0', 'm')
-try('ZREM', leases, 'm')
-try('ZCARD', leases)
+try('HLEN', held)
+try('ZADD', readers, '0', 'm')
+try('ZREM', readers, 'm')
 try('ZSCORE', recipe_deadlines, 'm')
-try('ZRANGE', leases, '0', '-1')
-try('ZRANGEBYSCORE', leases, '-inf', '0')
+try('ZRANGE', readers, '0', '-1')
+try('ZRANGEBYSCORE', recipe_deadlines, '-inf', '0')
 try('ZRANGEBYLEX', readers, '-', '+')
 try('ZLEXCOUNT', readers, '-', '+')
 return refused

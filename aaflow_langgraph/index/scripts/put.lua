@@ -1,54 +1,65 @@
 #!lua
 -- Publishes an extent under its writer's lease, or leases the one that has its key already (Index.put).
 -- Keys: below. Arguments: now or '', lease, lease seconds, id, epoch, owner or '-', 'offset num_bytes generation',
---   parent or '-', on disk 1/0, 'start stop', canonical stop, key, record, packed token ids or '', names: end id, hashes...
+--   parent or '-', on disk 1/0, record, packed token ids or ''.
 -- Reply: {deadline, id, state}, or {'fenced'}, or {'taken'} when the id names another extent.
-local records, state, tokens, names, keys, children, readers, owned, leases, held, used, owners = unpack(KEYS)
+local records, state, tokens, names, keys, children, readers, owned, held, owners = unpack(KEYS)
 -- include: clock
 -- include: owner
 -- include: lease
 -- include: state
-local _, lease, lease_s, id, epoch, owner, range, parent, on_disk, span, canonical, key, record, packed = unpack(ARGV, 1, 14)
+local _, lease, lease_s, id, epoch, owner, range, parent, on_disk, record, packed = unpack(ARGV)
 if owner ~= '-' and not is_current(owner, epoch) then return {'fenced'} end
+local start, stop, canonical, end_id, rest = record:match('^(%d+) (%d+) (%d+) %x+ (%x+)(.*)$')
+local key = end_id .. ':' .. start .. ':' .. canonical
 local known = redis.call('HGET', keys, key)
 local e = known and read_state(known)
 if e then
   -- An entry that is not what its key says is lost: the new one takes its key.
-  local of_span, of_canonical, end_id = (redis.call('HGET', records, known) or ''):match('^(%d+ %d+) (%d+) %x+ (%x+)')
-  if of_span ~= span or of_canonical ~= canonical or end_id ~= ARGV[15] then e = nil end
+  local a, b, c, of = (redis.call('HGET', records, known) or ''):match('^(%d+) (%d+) (%d+) %x+ (%x+)')
+  if a ~= start or b ~= stop or c ~= canonical or of ~= end_id then e = nil end
 end
-local line
 if e then
-  id = known
-  local has_place = e.owner ~= '-'
-  if not has_place then e.owner, e.range = owner, range end
+  if e.owner == '-' and owner ~= '-' then
+    e.owner, e.range = owner, range
+    redis.call('ZADD', owned, '0', owner .. ' ' .. known)
+  end
   if on_disk == '1' then e.on_disk = '1' end
-  if not has_place and owner ~= '-' then redis.call('ZADD', owned, 0, owner .. ' ' .. id) end
-  line = write_state(e)
+  local created, count = e.used:match('^(%d+) %d+ (%d+)$')
+  e.used = string.format('%s %.0f %d', created, tick, count + 1)
 else
   if redis.call('HEXISTS', state, id) == 1 then return {'taken'} end
   -- A parent that is gone, or lies in another pool, leads to nothing: the extent is whole without the bond.
   local above = parent ~= '-' and owner ~= '-' and read_state(parent)
   if above and above.owner == owner then
-    redis.call('ZADD', children, 0, parent .. ' ' .. id)
+    redis.call('ZADD', children, '0', parent .. ' ' .. id)
   else
     parent = '-'
   end
-  line = write_state({id = id, span = span, owner = owner, range = range, parent = parent, on_disk = on_disk})
+  e = {id = id, span = start .. ' ' .. stop, owner = owner, range = range, parent = parent, on_disk = on_disk}
+  e.used = string.format('%.0f %.0f 1', tick, tick)
   redis.call('HSET', records, id, record)
   if packed ~= '' then redis.call('HSET', tokens, id, packed) end
   redis.call('HSET', keys, key, id)
-  if owner ~= '-' then redis.call('ZADD', owned, 0, owner .. ' ' .. id) end
-  local entry = id .. ':' .. span:gsub(' ', ':') .. ':' .. canonical
-  for first = 15, #ARGV, 1000 do
-    local last = math.min(first + 999, #ARGV)
-    local values, pairs_ = redis.call('HMGET', names, unpack(ARGV, first, last)), {}
-    for i, value in ipairs(values) do
-      pairs_[2 * i - 1] = ARGV[first + i - 1]
-      pairs_[2 * i] = value and value .. ' ' .. entry or entry
+  if owner ~= '-' then redis.call('ZADD', owned, '0', owner .. ' ' .. id) end
+  local entry = table.concat({id, start, stop, canonical}, ':')
+  local batch = {end_id}
+  local function add_names()
+    local values, changes = redis.call('HMGET', names, unpack(batch)), {}
+    for i, name in ipairs(batch) do
+      local value = values[i]
+      changes[2 * i - 1], changes[2 * i] = name, value and value .. ' ' .. entry or entry
     end
-    redis.call('HSET', names, unpack(pairs_))
+    redis.call('HSET', names, unpack(changes))
+    batch = {}
   end
+  for name in rest:gmatch('%x+') do
+    batch[#batch + 1] = name
+    if #batch == 1000 then add_names() end
+  end
+  if #batch > 0 then add_names() end
 end
-take_lease(lease, {id}, now + lease_s)
-return {seconds(now + lease_s), id, line}
+write_state(e)
+local deadline = seconds(now + lease_s)
+take_lease(lease, deadline, {e.id})
+return {deadline, e.id, line_of(e)}

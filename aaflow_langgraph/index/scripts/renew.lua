@@ -1,11 +1,11 @@
 #!lua flags=allow-oom
 -- Moves a lease's deadline (Index.renew).
 -- Keys: below. Arguments: now or '', lease, lease seconds.
--- Reply: {deadline, 'id id ...'}; nil when the lease is gone.
-local leases, held = unpack(KEYS)
+-- Reply: 'deadline id id ...'; nil when the lease is gone.
+local held = KEYS[1]
 -- include: clock
-local ids = redis.call('HGET', held, ARGV[2])
-if not ids then return false end
-local deadline = seconds(now + ARGV[3])
-redis.call('ZADD', leases, deadline, ARGV[2])
-return {deadline, ids}
+local line = redis.call('HGET', held, ARGV[2])
+if not line then return false end
+line = seconds(now + ARGV[3]) .. (line:match(' .*') or '')
+redis.call('HSET', held, ARGV[2], line)
+return line

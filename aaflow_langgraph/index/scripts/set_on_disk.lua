@@ -2,7 +2,7 @@
 -- Says that a copy on disk exists or is gone (Index.set_on_disk).
 -- Keys: below. Arguments: now or '', id, 1 or 0.
 -- Reply: 1, or 0 when the extent is unknown.
-local records, state, tokens, names, keys, children, readers, owned, leases, held, used = unpack(KEYS)
+local records, state, tokens, names, keys, children, readers, owned, held = unpack(KEYS)
 -- include: drop_lease
 -- include: state
 -- include: forget

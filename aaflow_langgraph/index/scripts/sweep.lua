@@ -2,18 +2,23 @@
 -- Drops leases, owners with their places, claims and recipes past their deadline (Index.sweep).
 -- Keys: below. Arguments: now or ''.
 -- Reply: {leases, owners, extents that lost their place}.
-local records, state, tokens, names, keys, children, readers, owned, leases, held, used, owners, claims, recipes,
+local records, state, tokens, names, keys, children, readers, owned, held, owners, claims, recipes,
   recipe_deadlines = unpack(KEYS)
 -- include: clock
 -- include: drop_lease
 -- include: state
 -- include: forget
-local lost = redis.call('ZRANGEBYSCORE', leases, '-inf', seconds(now))
-for _, lease in ipairs(lost) do
-  if not drop_lease(lease) then redis.call('ZREM', leases, lease) end
+local num_leases = 0
+local all = redis.call('HGETALL', held)
+for i = 1, #all, 2 do
+  local deadline = tonumber(all[i + 1]:match('^%S+'))
+  if not deadline or deadline <= now then
+    drop_lease(all[i])
+    num_leases = num_leases + 1
+  end
 end
 local num_owners, num_extents = 0, 0
-local all = redis.call('HGETALL', owners)
+all = redis.call('HGETALL', owners)
 for i = 1, #all, 2 do
   local deadline = tonumber(all[i + 1]:match('^%d+ (%S+)$'))
   if not deadline or deadline <= now then
@@ -30,4 +35,4 @@ for _, kv_id in ipairs(redis.call('ZRANGEBYSCORE', recipe_deadlines, '-inf', sec
   redis.call('HDEL', recipes, kv_id)
   redis.call('ZREM', recipe_deadlines, kv_id)
 end
-return {#lost, num_owners, num_extents}
+return {num_leases, num_owners, num_extents}

@@ -53,7 +53,6 @@ local function forget(e)
   end
   redis.call('HDEL', records, e.id)
   redis.call('HDEL', tokens, e.id)
-  redis.call('HDEL', used, e.id)
   redis.call('HDEL', state, e.id)
 end
 
