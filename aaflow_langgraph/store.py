@@ -365,7 +365,7 @@ class ExtentStore:
 
     def adopt(self, peer: Attached) -> None:
         """Take over what a dead owner left: copy it into our pool as far as room is free, then forget the owner."""
-        claim = f"adopt:{peer.owner}"
+        claim = f"adopt.{peer.owner}"
         if not self.index.claim(claim, self.pool.owner, OWNER_LEASE_S):
             return  # somebody else is at it
         try:
