@@ -34,6 +34,7 @@ class RecipeBook:
         self._recipes: dict[str, Recipe] = {}
         self._sequences: OrderedDict[str, TokenSequence] = OrderedDict()
         self._unsaved: dict[str, None] = {}
+        self._has_warned = False
 
     def __len__(self) -> int:
         return len(self._recipes)
@@ -110,17 +111,22 @@ class RecipeBook:
             self._store.index.put_recipe(recipe, RECIPE_LEASE_S)
 
     def save(self) -> None:
-        """Write recipes that the disk does not have yet; a disk that cannot take them costs their handles, later."""
-        with self._lock:
-            unsaved, self._unsaved = list(self._unsaved), {}
+        """Write recipes that the disk does not have yet. What it cannot take now is tried again at the next call."""
         if self._store.disk is None:
             return
-        for kv_id in unsaved:
+        with self._lock:
+            unsaved = [self._recipes[kv_id] for kv_id in self._unsaved]
+        for recipe in unsaved:
             try:
-                self._store.disk.write_recipe(self._recipes[kv_id])
+                self._store.disk.write_recipe(recipe)
             except (CapacityError, OSError) as error:
-                _log.warning("a recipe could not be written to disk: %s", error)
+                if not self._has_warned:
+                    self._has_warned = True
+                    _log.warning("recipes cannot be written to disk now (said once): %s", error)
                 return
+            with self._lock:
+                if self._recipes[recipe.kv_id] is recipe:  # else one with a chat structure came meanwhile
+                    self._unsaved.pop(recipe.kv_id, None)
 
     def check(self) -> list[Finding]:
         """Recipes that rebuild something else than they are named for (I5), or are of another namespace (I6)."""
