@@ -10,7 +10,7 @@ import logging
 import threading
 from collections import OrderedDict
 
-from aaflow_langgraph.errors import CapacityError
+from aaflow_langgraph.errors import CapacityError, PoolExhausted
 from aaflow_langgraph.hashing import prefix_id
 from aaflow_langgraph.model import Finding, Recipe
 from aaflow_langgraph.store import ExtentStore, TokenSequence
@@ -111,7 +111,9 @@ class RecipeBook:
             self._store.index.put_recipe(recipe, RECIPE_LEASE_S)
 
     def save(self) -> None:
-        """Write recipes that the disk does not have yet. What it cannot take now is tried again at the next call."""
+        """Write recipes that the disk does not have yet. What it cannot take now is tried again at the next call,
+        unless the capacity can never hold it.
+        """
         if self._store.disk is None:
             return
         with self._lock:
@@ -123,7 +125,8 @@ class RecipeBook:
                 if not self._has_warned:
                     self._has_warned = True
                     _log.warning("recipes cannot be written to disk now (said once): %s", error)
-                return
+                if not isinstance(error, PoolExhausted):
+                    return  # a full disk is full for the others, too; one that is too large is alone with that
             with self._lock:
                 if self._recipes[recipe.kv_id] is recipe:  # else one with a chat structure came meanwhile
                     self._unsaved.pop(recipe.kv_id, None)
