@@ -35,6 +35,7 @@ def _parser() -> argparse.ArgumentParser:
     ttft = bench.add_parser("ttft", help="time to first token: reuse against re-prefill and against the bound")
     fork = bench.add_parser("fork", help="what a fork costs in time and bytes")
     index = bench.add_parser("index", help="operations of an index on Redis against a bare round trip to it")
+    disk = bench.add_parser("disk", help="spill and fetch of the disk tier against plain writes and mapped reads")
     evict = bench.add_parser("evict", help="hit rates of eviction policies on traces, beside what could be hit")
     attach = bench.add_parser("attach", help="what it costs to reach KV that another process holds")
     for command in (ttft, fork):
@@ -50,6 +51,13 @@ def _parser() -> argparse.ArgumentParser:
     index.add_argument("--rounds", type=_rounds, default=500, help="interleaved rounds, at least 5 (default 500)")
     attach.add_argument("--mib", type=_count, default=256, help="size of the pool (default 256)")
     attach.add_argument("--rounds", type=_rounds, default=200, help="attaches, at least 5 (default 200)")
+    disk.add_argument(
+        "--bytes",
+        type=_count,
+        default=128 << 20,
+        help="bytes moved per leg and round (default 134217728), 1 MiB or more",
+    )
+    disk.add_argument("--directory", default=None, help="measured below it (default: the cache directory)")
     evict.add_argument(
         "--trace", nargs="+", action="extend", required=True, metavar="FILE", help="Mooncake or kv-cache-tester traces"
     )
@@ -85,6 +93,13 @@ def _bench_attach(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _bench_disk(arguments: argparse.Namespace) -> int:
+    from aaflow_langgraph.bench import disk
+
+    disk.report(disk.run(arguments.bytes, arguments.directory))
+    return 0
+
+
 def _bench(arguments: argparse.Namespace) -> int:
     if arguments.bench == "evict":  # needs no model
         return _bench_evict(arguments)
@@ -92,6 +107,8 @@ def _bench(arguments: argparse.Namespace) -> int:
         return _bench_index(arguments)
     if arguments.bench == "attach":
         return _bench_attach(arguments)
+    if arguments.bench == "disk":
+        return _bench_disk(arguments)
     import torch
     import transformers
 

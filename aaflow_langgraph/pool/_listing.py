@@ -15,8 +15,10 @@ from aaflow_langgraph.pool import _placed
 
 FILE = re.compile(r"[0-9a-f]{64}\.(?:safetensors|json)")
 _FOLDER = re.compile(r"[0-9a-f]{2}")
-_SETTLED_NS = 2_000_000_000
-"""A folder that changed this shortly before it was listed may change again without a new time stamp."""
+_SETTLED_NS = 50_000_000
+_SETTLED_COARSE_NS = 2_000_000_000
+"""A folder that changed this shortly before it was listed may change again without a new time stamp: clocks of file systems
+tick every few milliseconds, and some, told by their whole numbers, every one or two seconds."""
 
 
 class FileFacts(NamedTuple):
@@ -69,27 +71,31 @@ class Listing:
     def _refresh(self) -> None:
         known, self._folders = self._folders, {}
         for name in filter(_FOLDER.fullmatch, _placed.names(self._directory)):
-            try:
-                fd = os.open(name, _placed.DIRECTORY_FLAGS, dir_fd=self._directory)
-            except OSError:  # a link or a file where a folder belongs
-                self._folders[name] = _Folder(0, 0, foreign=[""])
-                continue
-            try:
-                changed_ns, now_ns = os.fstat(fd).st_mtime_ns, time.time_ns()
-                folder = known.get(name)
-                if folder is None or changed_ns != folder.changed_ns or changed_ns > folder.listed_ns - _SETTLED_NS:
-                    folder = _listed(fd, name, _Folder(changed_ns, now_ns))
-                self._folders[name] = folder
-            finally:
-                os.close(fd)
+            changed_ns, now_ns = (
+                os.stat(name, dir_fd=self._directory, follow_symlinks=False).st_mtime_ns,
+                time.time_ns(),
+            )
+            folder = known.get(name)
+            settled_ns = _SETTLED_NS if changed_ns % 1_000_000_000 else _SETTLED_COARSE_NS
+            if folder is None or changed_ns != folder.changed_ns or changed_ns > folder.listed_ns - settled_ns:
+                folder = _listed(self._directory, name, _Folder(changed_ns, now_ns))
+            self._folders[name] = folder
 
 
-def _listed(fd: int, prefix: str, folder: _Folder) -> _Folder:
-    for name in _placed.names(fd):
-        with contextlib.suppress(FileNotFoundError):  # gone in between
-            status = os.stat(name, dir_fd=fd, follow_symlinks=False)
-            if FILE.fullmatch(name) and name.startswith(prefix) and stat.S_ISREG(status.st_mode):
-                folder.files[name] = FileFacts(status.st_size, status.st_mtime_ns)
-            else:
-                folder.foreign.append(name)
+def _listed(directory: int, prefix: str, folder: _Folder) -> _Folder:
+    try:
+        fd = os.open(prefix, _placed.DIRECTORY_FLAGS, dir_fd=directory)
+    except OSError:  # a link or a file where a folder belongs
+        folder.foreign.append("")
+        return folder
+    try:
+        for name in os.listdir(fd):
+            with contextlib.suppress(FileNotFoundError):  # gone in between
+                status = os.stat(name, dir_fd=fd, follow_symlinks=False)
+                if FILE.fullmatch(name) and name.startswith(prefix) and stat.S_ISREG(status.st_mode):
+                    folder.files[name] = FileFacts(status.st_size, status.st_mtime_ns)
+                else:
+                    folder.foreign.append(name)
+    finally:
+        os.close(fd)
     return folder

@@ -28,10 +28,12 @@ def names(directory: int) -> list[str]:
 
 
 def made(parent: int, name: str) -> int:
-    """A descriptor of a directory, which is made (0700) when it is not there."""
+    """A descriptor of a directory, which is made (0700) when it is not there.
+
+    Not synced: journals keep the order, so it is on the disk before any file that is placed in it and synced.
+    """
     with contextlib.suppress(FileExistsError):
         os.mkdir(name, 0o700, dir_fd=parent)
-        os.fsync(parent)
     return os.open(name, DIRECTORY_FLAGS, dir_fd=parent)
 
 

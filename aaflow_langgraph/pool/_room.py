@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 from aaflow_langgraph.errors import PoolExhausted
@@ -14,6 +15,10 @@ EXTENT, RECIPE = ".safetensors", ".json"
 
 RECIPE_SHARE = 16
 """Recipes take at most one part in this many of the capacity: small, and worth more than the KV that they rebuild."""
+
+_LISTING_LASTS_S = 1.0
+_SAFE_SHARE = 0.9
+"""Far from full, a listing is good for a second: listing at every write would cost small extents as much as writing them."""
 
 
 class Room:
@@ -30,6 +35,8 @@ class Room:
         self._on_evict = on_evict
         self._lock = threading.Lock()
         self._promised_bytes = 0
+        self._known_bytes = 0  # used when last listed, and written here since
+        self._listed_s = -_LISTING_LASTS_S
 
     @contextlib.contextmanager
     def of(self, num_bytes: int, suffix: str) -> Iterator[None]:
@@ -44,8 +51,10 @@ class Room:
             with self._lock:
                 if suffix == RECIPE:
                     self._shrink(suffix, self.capacity_bytes // RECIPE_SHARE, num_bytes, removed)
-                self._shrink(EXTENT, self.capacity_bytes - self._promised_bytes, num_bytes, removed)
+                if not self._surely_fits(num_bytes):
+                    self._shrink(EXTENT, self.capacity_bytes - self._promised_bytes, num_bytes, removed)
                 self._promised_bytes += num_bytes
+                self._known_bytes += num_bytes
             try:
                 yield
             finally:
@@ -57,6 +66,10 @@ class Room:
                     self.num_evictions += 1
                     self._on_evict(file.removesuffix(EXTENT))
 
+    def _surely_fits(self, num_bytes: int) -> bool:
+        fresh = time.monotonic() - self._listed_s < _LISTING_LASTS_S
+        return fresh and self._known_bytes + num_bytes <= self.capacity_bytes * _SAFE_SHARE
+
     def _shrink(self, suffix: str, limit_bytes: int, need_bytes: int, removed: list[str]) -> None:
         """Remove files of one kind until ``need_bytes`` fit below the limit. Recipes have a limit of their own."""
         while True:
@@ -64,6 +77,8 @@ class Room:
             files = [file for file in listing if file.endswith(suffix)]
             evictable_bytes = sum(listing[file].num_bytes for file in files)
             used_bytes = evictable_bytes if suffix == RECIPE else sum(facts.num_bytes for facts in listing.values())
+            if suffix == EXTENT:
+                self._known_bytes, self._listed_s = used_bytes + self._promised_bytes, time.monotonic()
             excess_bytes = used_bytes + need_bytes - limit_bytes
             if excess_bytes <= 0:
                 return

@@ -48,6 +48,7 @@ class StoredExtent:
         hashes: Block hashes of the full blocks that end inside it.
         canonical_stop: As in the index: whole blocks up to here were computed alone, in canonical chunks.
         checksum: xxh3-128, in hex, of its KV ``[L, 2, H, R, D]`` with R = tokens rounded up to even.
+        ids: ``token_ids`` as they lie in a file, kept because packing cold integers costs as much as copying a megabyte.
 
     Raises:
         ConfigError: A field cannot be right. Way out: fail.
@@ -59,6 +60,7 @@ class StoredExtent:
     hashes: tuple[BlockHash, ...] = field(repr=False)
     canonical_stop: int
     checksum: str
+    ids: bytes = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if type(self.start) is not int or self.start < 0 or not self.token_ids:
@@ -74,7 +76,7 @@ class StoredExtent:
         if not isinstance(self.checksum, str) or not _CHECKSUM.fullmatch(self.checksum):
             raise ConfigError(f"a checksum is 32 lower-case hex digits, got {self.checksum!r}")
         try:
-            token_bytes(self.token_ids)
+            object.__setattr__(self, "ids", token_bytes(self.token_ids))
         except (TypeError, OverflowError) as error:
             raise ConfigError(f"token ids are integers of 32 bits: {error}") from error
 
@@ -101,11 +103,6 @@ class Head(NamedTuple):
 
     extent: StoredExtent
     kv_offset: int
-
-
-def num_bytes(extent: StoredExtent, layout: KVLayout, header_bytes: int) -> int:
-    """Size of the whole file."""
-    return header_bytes + layout.num_bytes(extent.num_rows) + 4 * len(extent.token_ids)
 
 
 def encode(extent: StoredExtent, namespace: str, layout: KVLayout) -> bytes:
@@ -146,8 +143,9 @@ def encode(extent: StoredExtent, namespace: str, layout: KVLayout) -> bytes:
     return (size - 8).to_bytes(8, "little") + text.ljust(size - 8)
 
 
-def read_head(fd: int, namespace: str, layout: KVLayout) -> Head:
-    """Read and check everything but the KV.
+def read_head(fd: int, namespace: str, layout: KVLayout, wanted: StoredExtent | None = None) -> Head:
+    """Read and check everything but the KV. A file that is, up to there, what ``wanted`` would be written as needs no look at
+    its fields.
 
     Raises:
         IntegrityError: The file is damaged, cut off, or of another model. Way out: fail; whoever reads it quarantines.
@@ -160,6 +158,10 @@ def read_head(fd: int, namespace: str, layout: KVLayout) -> Head:
         raise IntegrityError(f"{file_bytes} bytes with a header of {header_bytes}: cut off, or no extent")
     if header_bytes > ALIGNMENT_BYTES:
         front += os.pread(fd, header_bytes - ALIGNMENT_BYTES, ALIGNMENT_BYTES)
+    if wanted is not None and encode(wanted, namespace, layout) == front:
+        ids_offset = header_bytes + layout.num_bytes(wanted.num_rows)
+        if file_bytes == ids_offset + len(wanted.ids) and os.pread(fd, len(wanted.ids), ids_offset) == wanted.ids:
+            return Head(wanted, header_bytes)
     metadata, kv, num_tokens = _parse(front[8:])
     if num_tokens > file_bytes:  # also keeps what follows from counting with numbers of a thousand digits
         raise IntegrityError(f"{file_bytes} bytes cannot hold the tokens that its header names")
@@ -230,5 +232,5 @@ def _seal(extent: StoredExtent, namespace: str) -> str:
         extent.end_id,
         extent.checksum,
         *extent.hashes,
-        token_bytes(extent.token_ids),
+        extent.ids,
     )

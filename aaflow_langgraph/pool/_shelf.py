@@ -156,9 +156,11 @@ class Shelf:
         """Put a file in its place: whole and on the disk when this returns, nothing left behind when it raises ``OSError``."""
         if sum(part.nbytes for part in parts) > self._free_bytes():
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # found out before anything is written
-        os.close(_placed.made(self._files, self._checked(file)[:2]))
-        with self._folder(file) as folder:
+        folder = _placed.made(self._files, self._checked(file)[:2])
+        try:
             _placed.place(self._tmp, parts, folder, file, last_used_ns)
+        finally:
+            os.close(folder)
 
     def remove(self, file: str) -> bool:
         """Take a file away; False when it was not there. Who has it open reads on."""

@@ -19,7 +19,6 @@ import torch
 from aaflow_langgraph.errors import ConfigError, Evicted, IntegrityError, KVMissing, RecipeMissing
 from aaflow_langgraph.evict.base import Policy
 from aaflow_langgraph.evict.lru import least_recently_used
-from aaflow_langgraph.hashing import token_bytes
 from aaflow_langgraph.model import Finding, KVLayout, Recipe, Tier
 from aaflow_langgraph.pool import _recipe_file, _safetensors
 from aaflow_langgraph.pool._checked_read import checksum, read_checked
@@ -35,8 +34,8 @@ class DiskPool:
     """Extents of one namespace in a directory on disk.
 
     Safe to use from any thread, and by any number of processes at once. A process keeps its own writes within
-    ``capacity_bytes`` (I10) by removing what was read least recently; processes that write at the same moment may pass it
-    together by what they are writing, and the next write brings it back.
+    ``capacity_bytes`` (I10) by removing what was used least recently; processes that write within the same second may pass it
+    together by what they write in it, and the next write brings it back.
 
     Args:
         directory: Made (0700) if it is not there. An existing one must be empty or a disk pool.
@@ -116,15 +115,11 @@ class DiskPool:
             ValueError: ``kv`` is not of this extent.
         """
         self._require_kv("kv", kv, extent)
-        parts = [
-            memoryview(_safetensors.encode(extent, self.namespace, self.layout)),
-            tensor_bytes(kv),
-            memoryview(token_bytes(extent.token_ids)),
-        ]
+        front = _safetensors.encode(extent, self.namespace, self.layout)
         with self._shelf.inside():
             if self._has(extent):
                 return False
-            self._store(extent.name + EXTENT, parts)
+            self._store(extent.name + EXTENT, [memoryview(front), tensor_bytes(kv), memoryview(extent.ids)])
         return True
 
     def read(self, extent: StoredExtent | str, into: torch.Tensor) -> StoredExtent:
@@ -279,12 +274,13 @@ class DiskPool:
 
     def _head(self, fd: int, file: str, wanted: StoredExtent | str) -> Head:
         """The header of a file, which is what its name says and what is wanted."""
-        head = _safetensors.read_head(fd, self.namespace, self.layout)
+        known = wanted if isinstance(wanted, StoredExtent) else None
+        head = _safetensors.read_head(fd, self.namespace, self.layout, known)
+        if head.extent is known:
+            return head
         if head.extent.name + EXTENT != file:
             raise IntegrityError(f"holds extent {head.extent.name}: it was renamed, or two files were swapped")
-        if isinstance(wanted, StoredExtent) and (
-            (head.extent.token_ids, head.extent.hashes) != (wanted.token_ids, wanted.hashes)
-        ):
+        if known is not None and (head.extent.token_ids, head.extent.hashes) != (known.token_ids, known.hashes):
             raise IntegrityError("holds other tokens or hashes than asked for under this name")
         return head
 
