@@ -68,7 +68,7 @@ class RunDir:
     def of(cls, path: Path | None) -> RunDir:
         """``path``, or ``$XDG_RUNTIME_DIR/aaflow-langgraph``, or ``/tmp/aaflow-langgraph-<uid>``."""
         if path is not None:
-            return cls(path)
+            return cls(path.absolute())  # the process may go elsewhere and must still find its socket
         configured = os.environ.get("XDG_RUNTIME_DIR", "")
         if os.path.isabs(configured):
             return cls(Path(configured) / "aaflow-langgraph")

@@ -123,6 +123,17 @@ def test_where_it_is_follows_the_standard(monkeypatch: pytest.MonkeyPatch) -> No
     assert RunDir.of(None).path == Path(f"/tmp/aaflow-langgraph-{os.geteuid()}")
 
 
+def test_a_process_that_goes_elsewhere_still_removes_its_socket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    pool = SharedPool(4096, run_dir=Path("here"))
+    assert len(list((tmp_path / "here").iterdir())) == 1
+    monkeypatch.chdir("/")
+    pool.close()
+    assert list((tmp_path / "here").iterdir()) == []
+
+
 @pytest.mark.parametrize("mode", [0o755, 0o710, 0o701, 0o770, 0o777])
 def test_a_directory_with_rights_for_others_is_refused_by_writer_reader_and_sweep(run_dir: Path, mode: int) -> None:
     run_dir.chmod(mode)
