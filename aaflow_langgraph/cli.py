@@ -1,4 +1,6 @@
-"""``aaflow``: measure and look. Every subcommand's last line on stdout is one JSON document; the rest goes to stderr."""
+"""``aaflow``: measure and look. The last line on stdout of a benchmark, and of what is asked with ``--json``, is one JSON
+document; the rest goes to stderr.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from aaflow_langgraph.evict.policies import POLICIES
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand; the exit code is 0, or 2 with one line on stderr when the input is wrong."""
+    """Run a subcommand; the exit code is 0 (1: ``check`` found something), or 2 with one line on stderr when the input is
+    wrong or a server does not answer.
+    """
     # Spinning OpenMP threads make a decode step up to 30 times slower when another process wants the core; torch reads
     # this once, at import.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -21,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from aaflow_langgraph.errors import AAFlowError
 
     try:
-        return _bench(arguments)
+        return _COMMANDS[arguments.command](arguments)
     except AAFlowError as error:
         sys.stderr.write(f"aaflow: {error}\n")
         return 2
@@ -68,7 +72,57 @@ def _parser() -> argparse.ArgumentParser:
     evict.add_argument(
         "--ties", nargs="+", choices=list(TIES), default=["oldest"], help="which of equals goes first (default oldest)"
     )
+    _add_inspection(commands)
     return parser
+
+
+def _add_inspection(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    inspect = commands.add_parser("inspect", help="what is there now: owners, extents by tier, leases, files")
+    check = commands.add_parser(
+        "check", help="every invariant over index, pools and files; exit status 1 with findings"
+    )
+    gc = commands.add_parser("gc", help="what nobody uses any more; removed only with --apply")
+    for command in (inspect, check, gc):
+        command.add_argument("--index", default="memory://", metavar="URL", help="as passed to KVBroker.open")
+        command.add_argument("--disk", default=None, metavar="DIR", help="as passed to KVBroker.open")
+    form = inspect.add_mutually_exclusive_group()
+    for name, words in (
+        ("json", "one JSON document"),
+        ("watch", "live, until Ctrl-C"),
+        ("prometheus", "metrics in Prometheus' text format"),
+    ):
+        form.add_argument(f"--{name}", dest="form", action="store_const", const=name, default="table", help=words)
+    check.add_argument("--payloads", action="store_true", help="read all KV and compare it with its checksums")
+    gc.add_argument("--run-dir", action="store_true", help="also sockets and memory files of processes that are gone")
+    gc.add_argument("--quarantine", action="store_true", help="also damaged files that were kept for a look")
+    gc.add_argument("--apply", action="store_true", help="remove it (default: say what would be removed)")
+    for command in (check, gc):
+        command.add_argument("--json", action="store_true", help="one JSON document")
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    from aaflow_langgraph.inspection import commands
+
+    return commands.inspect(arguments.index, arguments.disk, arguments.form)
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    from aaflow_langgraph.inspection import commands
+
+    return commands.check(arguments.index, arguments.disk, payloads=arguments.payloads, as_json=arguments.json)
+
+
+def _gc(arguments: argparse.Namespace) -> int:
+    from aaflow_langgraph.inspection import commands
+
+    return commands.gc(
+        arguments.index,
+        arguments.disk,
+        apply=arguments.apply,
+        quarantine=arguments.quarantine,
+        run_dir=arguments.run_dir,
+        as_json=arguments.json,
+    )
 
 
 def _bench_evict(arguments: argparse.Namespace) -> int:
@@ -145,3 +199,6 @@ def _rounds(text: str) -> int:
             "a median of fewer than 5 rounds says little on a noisy machine; pass at least 5"
         )
     return int(text)
+
+
+_COMMANDS = {"bench": _bench, "inspect": _inspect, "check": _check, "gc": _gc}

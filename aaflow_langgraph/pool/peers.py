@@ -10,21 +10,18 @@ from __future__ import annotations
 import ctypes
 import math
 import mmap
-import os
 import select
 import socket
 import threading
-import time
 from pathlib import Path
 
 import numpy
 import torch
 
-from aaflow_langgraph.errors import ConfigError, Evicted, KVMissing, UsageError
-from aaflow_langgraph.pool._door import MESSAGE_BYTES, Offer, peer_uid, socket_path
+from aaflow_langgraph.errors import UsageError
 from aaflow_langgraph.pool._layout import Layout, Slots, fits
-from aaflow_langgraph.pool._memory import is_protected
-from aaflow_langgraph.pool._rundir import RunDir, is_owner
+from aaflow_langgraph.pool._rundir import RunDir
+from aaflow_langgraph.pool._visit import visit
 from aaflow_langgraph.pool.arena import Allocation
 
 
@@ -104,7 +101,9 @@ class Peers:
             known = self._attached.get(owner)
         if known is not None:
             return known
-        made = self._attach(owner)  # without the lock: an owner that does not answer keeps nobody else waiting
+        # Without the lock: an owner that does not answer keeps nobody else waiting.
+        seen = visit(self._run_dir, owner, self._deadline_s)
+        made = Attached(seen.layout, seen.mapping, seen.connection)
         with self._lock:
             kept = self._attached.setdefault(owner, made)
         if kept is not made:
@@ -131,85 +130,6 @@ class Peers:
         """Forget every pool. Idempotent."""
         for attached in self.attached():
             self.detach(attached.owner)
-
-    def _attach(self, owner: str) -> Attached:
-        if not is_owner(owner):
-            raise KVMissing(f"{str(owner)[:40]!r} is no pool's name: 32 hexadecimal digits")
-        deadline = time.monotonic() + self._deadline_s
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        try:
-            self._connect(connection, owner)
-            message, fd = _receive(connection, owner, deadline)
-            try:
-                offer = _accepted(message, fd, owner)
-                size = offer.layout.total_bytes
-                mapping = mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-            except (OSError, OverflowError, ValueError) as error:
-                raise KVMissing(f"pool {owner} cannot be attached: {error}") from error
-            finally:
-                os.close(fd)
-            front = offer.layout.front()
-            if mapping[: len(front)] != front:
-                mapping.close()
-                raise KVMissing(f"pool {owner} cannot be attached: its memory begins with something else")
-            return Attached(offer.layout, mapping, connection)
-        except (KVMissing, ConfigError):
-            connection.close()
-            raise
-
-    def _connect(self, connection: socket.socket, owner: str) -> None:
-        with self._run_dir.opened() as folder:
-            path = socket_path(folder, owner)
-            if path is None:
-                raise Evicted(f"no pool {owner} in {self._run_dir.path}: its owner has closed it or was never here")
-            try:
-                connection.connect(str(path))
-            except ConnectionRefusedError as error:
-                raise Evicted(f"nobody serves pool {owner} any more: its owner is gone") from error
-            except OSError as error:
-                raise KVMissing(f"pool {owner} does not answer ({error}): its owner is overrun") from error
-        uid = peer_uid(connection)
-        if uid != os.geteuid():
-            raise KVMissing(f"pool {owner} is served by uid {uid}, this is uid {os.geteuid()}")
-
-
-def _receive(connection: socket.socket, owner: str, deadline: float) -> tuple[bytes, int]:
-    """The owner's message and the one descriptor beside it, in however many pieces, before the deadline."""
-    message, fds = b"", list[int]()
-    poll = select.poll()
-    poll.register(connection, select.POLLIN)
-    try:
-        while len(message) < MESSAGE_BYTES:
-            left = deadline - time.monotonic()
-            if left <= 0 or not poll.poll(math.ceil(left * 1000)):
-                raise KVMissing(f"the owner of pool {owner} did not answer in time: stopped, or busy")
-            # MSG_CMSG_CLOEXEC: what a program that we start inherits would keep the pool's memory.
-            piece, got, _, _ = socket.recv_fds(connection, MESSAGE_BYTES - len(message), 4, socket.MSG_CMSG_CLOEXEC)
-            fds += got
-            if not piece:
-                raise KVMissing(f"the owner of pool {owner} hung up: it closes, or has as many readers as it takes")
-            message += piece
-        if len(fds) != 1:
-            raise KVMissing(f"the owner of pool {owner} sent {len(fds)} descriptors instead of one")
-        return message, fds.pop()
-    except OSError as error:
-        raise KVMissing(f"the owner of pool {owner} is gone: {error}") from error
-    finally:
-        for fd in fds:
-            os.close(fd)
-
-
-def _accepted(message: bytes, fd: int, owner: str) -> Offer:
-    """The offer, if everything about it and the descriptor is as it must be; else ValueError."""
-    offer = Offer.unpack(message)
-    if offer.layout.owner != owner:
-        raise ValueError(f"pool {offer.layout.owner} answers there")
-    size = os.fstat(fd).st_size
-    if size != offer.layout.total_bytes:
-        raise ValueError(f"it has {size} bytes where {offer.layout.total_bytes} were announced")
-    if not is_protected(fd, offer.kind):
-        raise ValueError(f"its {offer.kind} can be changed or cut under a reader")
-    return offer
 
 
 def _read_only_tensor(view: memoryview) -> torch.Tensor:

@@ -24,23 +24,45 @@ def sweep(run_dir: Path | None = None) -> list[str]:
     Raises:
         ConfigError: The run directory is not ours alone. Way out: fail.
     """
-    fallback = RunDir(_memory.fallback_dir())
-    removed = _sweep(RunDir.of(run_dir))
-    return removed + (_sweep(fallback) if fallback.path.exists() else [])
-
-
-def _sweep(run_dir: RunDir) -> list[str]:
     removed = []
-    with run_dir.opened() as folder:
-        for file in sorted(os.listdir(folder)):
-            name = PoolName.parse(file)
-            if name is None or name.is_running():
-                continue
-            with contextlib.suppress(FileNotFoundError):  # another sweeper was faster
-                if _is_left(folder, file):
+    for directory in _directories(run_dir):
+        with directory.opened() as folder:
+            for file in _left(folder):
+                with contextlib.suppress(FileNotFoundError):  # another sweeper was faster
                     os.unlink(file, dir_fd=folder)
                     removed.append(file)
     return removed
+
+
+def leftovers(run_dir: Path | None = None) -> dict[Path, int]:
+    """What ``sweep`` would remove now, with the bytes that it takes.
+
+    Raises:
+        ConfigError: The run directory is not ours alone. Way out: fail.
+    """
+    found = {}
+    for directory in _directories(run_dir):
+        with directory.opened() as folder:
+            for file in _left(folder):
+                with contextlib.suppress(FileNotFoundError):
+                    found[directory.path / file] = os.stat(file, dir_fd=folder, follow_symlinks=False).st_size
+    return found
+
+
+def _directories(run_dir: Path | None) -> list[RunDir]:
+    fallback = RunDir(_memory.fallback_dir())
+    return [RunDir.of(run_dir), *([fallback] if fallback.path.exists() else [])]
+
+
+def _left(folder: int) -> list[str]:
+    left = []
+    for file in sorted(os.listdir(folder)):
+        name = PoolName.parse(file)
+        if name is not None and not name.is_running():
+            with contextlib.suppress(FileNotFoundError):
+                if _is_left(folder, file):
+                    left.append(file)
+    return left
 
 
 def _is_left(folder: int, file: str) -> bool:

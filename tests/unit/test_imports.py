@@ -20,7 +20,7 @@ ROWS: tuple[frozenset[str], ...] = (
     frozenset({"model", "handle", "hashing", "results", "tensors", "assets", "_wheel", "_gguf"}),
     frozenset({"index", "pool", "engine", "evict"}),
     frozenset({"broker", "generation", "inflight", "keeper", "lease", "recipes", "session", "store", "tail"}),
-    frozenset({"graph", "checkpoint", "chat", "testing", "bench"}),
+    frozenset({"graph", "checkpoint", "chat", "testing", "bench", "inspection", "metrics"}),
     frozenset({"studio", "cli"}),
 )
 # Units of one row that may know each other: values are built of values, the broker's parts of each other; the index
@@ -48,6 +48,7 @@ NEIGHBOURS = frozenset(
         ("session", "tail"),
         ("store", "lease"),
         ("tail", "store"),
+        ("inspection", "metrics"),
         ("graph", "checkpoint"),
         ("chat", "graph"),
         ("checkpoint", "graph"),

@@ -1,0 +1,92 @@
+"""``aaflow inspect``, ``check`` and ``gc``: from their options to what is printed and the exit status.
+
+With ``--json`` stdout is one JSON document; else it is for people.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.live import Live
+
+from aaflow_langgraph.inspection.table import size, tables
+from aaflow_langgraph.inspection.view import MEMORY, Outside, document
+
+Form = Literal["table", "json", "watch", "prometheus"]
+WATCH_S = 1.0
+
+
+def inspect(index: str, disk: str | None, form: Form) -> int:
+    """Show what is there; with ``watch`` until Ctrl-C."""
+    with Outside(index, disk) as outside:
+        if form == "json":
+            _print_json(document(outside.look()))
+        elif form == "prometheus":
+            from aaflow_langgraph.metrics import prometheus_from_outside
+
+            sys.stdout.write(prometheus_from_outside(document(outside.look())))
+        elif form == "watch":
+            _watch(outside)
+        else:
+            Console().print(tables(outside.look()))
+    return 0
+
+
+def check(index: str, disk: str | None, *, payloads: bool, as_json: bool) -> int:
+    """Check; 0 when nothing was found, else 1."""
+    from aaflow_langgraph.inspection.check import check
+
+    with Outside(index, disk) as outside:
+        checked = check(outside, payloads=payloads)
+    if as_json:
+        _print_json(checked.document())
+    else:
+        for found in checked.findings:
+            sys.stdout.write(f"{found.invariant}  {found.where}: {found.what}\n")
+        for found in checked.in_transition:
+            sys.stdout.write(f"in transition  {found.where}: {found.what}\n")
+        for note in checked.notes:
+            sys.stdout.write(f"note  {note}\n")
+        sys.stdout.write(
+            f"{len(checked.findings)} findings, {len(checked.in_transition)} in transition; looked at "
+            f"{checked.num_extents} extents and {checked.num_files} files\n"
+        )
+    return 1 if checked.findings else 0
+
+
+def gc(index: str, disk: str | None, *, apply: bool, quarantine: bool, run_dir: bool, as_json: bool) -> int:
+    """Say what would be removed, or remove it."""
+    from aaflow_langgraph.inspection.clean import clean
+
+    if index == MEMORY and disk is None:
+        cleaned = clean(None, apply=apply, quarantine=quarantine, run_dir=run_dir)
+    else:
+        with Outside(index, disk) as outside:
+            cleaned = clean(outside, apply=apply, quarantine=quarantine, run_dir=run_dir)
+    if as_json:
+        _print_json(cleaned.document())
+        return 0
+    for step in cleaned.removed:
+        sys.stdout.write(f"{'removed' if apply else 'would remove'}  {step.what} ({size(step.num_bytes)})\n")
+    num_bytes = sum(step.num_bytes for step in cleaned.removed)
+    end = "" if apply or not cleaned.removed else "; --apply does it"
+    sys.stdout.write(f"{len(cleaned.removed)} things, {size(num_bytes)}{end}\n")
+    return 0
+
+
+def _watch(outside: Outside) -> None:
+    try:
+        with Live(tables(outside.look()), auto_refresh=False) as live:
+            while True:
+                time.sleep(WATCH_S)
+                live.update(tables(outside.look()), refresh=True)
+    except KeyboardInterrupt:
+        return
+
+
+def _print_json(document: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(document) + "\n")
