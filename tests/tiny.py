@@ -16,6 +16,7 @@ from transformers import (
     PhiConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    Qwen2Config,
     Qwen3Config,
 )
 
@@ -63,10 +64,12 @@ def config(kind: str, **changes: Any) -> Any:
     shared = {**_SHARED, **changes}
     if kind == "llama":
         return LlamaConfig(**shared)
+    if kind == "qwen2":
+        return Qwen2Config(**shared)
     if kind == "qwen3":
-        return Qwen3Config(**{**shared, "head_dim": 16})
+        return Qwen3Config(**{"head_dim": 16, **shared})
     if kind == "mistral":
-        return MistralConfig(**{**shared, "sliding_window": 8})
+        return MistralConfig(**{"sliding_window": 8, **shared})
     if kind == "gemma3":
         layers = ["sliding_attention", "full_attention", "sliding_attention"]
         return Gemma3TextConfig(

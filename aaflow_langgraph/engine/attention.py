@@ -12,6 +12,7 @@ Knows tensors and the current thread's run; knows no broker, no pool, no transfo
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -40,15 +41,15 @@ class FastPathRefused(Exception):
 class Past:
     """What the layers of one forward attend to, and where they write. Lives for one run, used by one thread at a time."""
 
-    __slots__ = ("_reads", "grid", "layer", "num_new", "pieces", "tail")
+    __slots__ = ("_pieces", "_reads", "grid", "layer", "num_new", "tail")
 
     def __init__(self, pieces: Sequence[Piece], tail: Tail, grid: int | None) -> None:
-        self.pieces = tuple(pieces)
         self.tail = tail
         self.grid = grid
         self.layer = -1
         self.num_new = 0
-        self._reads: list[torch.Tensor] = []
+        self._pieces = [_per_layer(piece.kv) for piece in pieces]
+        self._reads = self._pieces
 
     def begin(self, num_new: int) -> None:
         """Fix what this forward reads: every piece, then the written part of the tail, cut at the grid."""
@@ -57,10 +58,12 @@ class Past:
         self.num_new = num_new
         # A single query is causal by itself, so its own key joins the tail's piece and saves one call.
         num_read = tail.length + (1 if num_new == 1 else 0)
-        reads = [piece.kv for piece in self.pieces]
-        if num_read:
-            reads += [tail.kv[..., a:b, :] for a, b in _cut(tail.start, num_read, self.grid)]
-        self._reads = reads
+        self._reads = self._pieces + [_per_layer(tail.kv[..., a:b, :]) for a, b in self._cuts(num_read)]
+
+    def slots(self) -> tuple[torch.Tensor, ...]:
+        """For every layer the room of its new keys and values, ``[2, H, T, D]``."""
+        at = self.tail.length
+        return self.tail.kv[..., at : at + self.num_new, :].unbind(0)
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store the new keys and values (``[1, H, T, D]``) of ``layer`` behind the tail."""
@@ -72,29 +75,43 @@ class Past:
         slot[1, :, at : at + self.num_new] = values[0]
         self.layer = layer
 
-    def attend(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float | None
-    ) -> torch.Tensor:
-        """``query [1, Hq, T, D]`` over the past and over its own ``keys, values [1, H, T, D]``; ``[1, Hq, T, D]``."""
-        num_heads, num_kv_heads = query.shape[1], keys.shape[1]
+    def attend(self, layer: int, query: torch.Tensor, scale: float | None) -> torch.Tensor:
+        """``query [T, Hq, D]`` of the new tokens, or ``[1, Hq, D]`` of the last, over everything up to itself.
+
+        The layer's new keys and values lie in the tail already. Returns ``[T, Hq * D]``, contiguous, in the query's dtype.
+        """
+        rows, num_heads, dim = query.shape
+        tail = self.tail
+        num_kv_heads = tail.kv.shape[2]
         group = num_heads // num_kv_heads
-        layer, num_new = self.layer, query.shape[2]
-        outs: list[torch.Tensor] = []
-        lses: list[torch.Tensor] = []
-        # [1, Hq, T, D] -> [1, H, group * T, D]: the heads that share a KV head become more queries over it.
-        folded = query.reshape(1, num_kv_heads, group * num_new, query.shape[3])
-        for kv in self._reads:
-            out, lse = flash(folded, kv[layer, 0][None], kv[layer, 1][None], scale, causal=False)
-            outs.append(out)
-            lses.append(lse)
-        if num_new > 1:
-            # Folding would break the diagonal, and repeating at most one chunk of KV is cheap.
-            own_keys = keys.repeat_interleave(group, dim=1) if group > 1 else keys
-            own_values = values.repeat_interleave(group, dim=1) if group > 1 else values
-            out, lse = flash(query, own_keys, own_values, scale, causal=True)
-            outs.append(out.reshape(folded.shape))
-            lses.append(lse.reshape(folded.shape[:-1]))
-        return merge(outs, lses).to(query.dtype).reshape(query.shape)
+        # [T, Hq, D] -> [1, H, group * T, D]: the heads that share a KV head become more queries over it.
+        folded = query.view(rows, num_kv_heads, group, dim).permute(1, 2, 0, 3).reshape(1, -1, group * rows, dim)
+        reads = [kv[layer] for kv in self._reads]
+        if rows == 1 < self.num_new:
+            whole = [tail.kv[layer, :, None, :, a:b] for a, b in self._cuts(tail.length + self.num_new)]
+            reads = [kv[layer] for kv in self._pieces] + [kv.unbind(0) for kv in whole]
+        parts = [flash(folded, keys, values, scale, causal=False) for keys, values in reads]
+        if rows > 1:
+            # Folding would break the diagonal.
+            keys, values = tail.kv[layer, :, None, :, tail.length : tail.length + rows].unbind(0)
+            out, lse = flash(query.transpose(0, 1)[None], keys, values, scale, causal=True)
+            parts.append((out.reshape(folded.shape), lse.reshape(folded.shape[:-1])))
+        joined = merge(*zip(*parts, strict=True))
+        if rows == 1:
+            return joined.to(query.dtype).view(1, num_heads * dim)
+        result = query.new_empty(rows, num_heads * dim)
+        result.view(rows, num_kv_heads, group, dim).copy_(
+            joined.view(num_kv_heads, group, rows, dim).permute(2, 0, 1, 3)
+        )
+        return result
+
+    def _cuts(self, num_read: int) -> list[tuple[int, int]]:
+        return _cut(self.tail.start, num_read, self.grid) if num_read else []
+
+
+def _per_layer(kv: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
+    """``[L, 2, H, T, D]`` as keys and values ``[1, H, T, D]`` of every layer, made once instead of in every forward."""
+    return [layer.unbind(0) for layer in kv.unsqueeze(2).unbind(0)]
 
 
 def merge(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -113,22 +130,65 @@ def merge(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> torch.T
 def flash(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float | None, *, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention ``[1, H, Tq, D]`` over ``[1, H, Tk, D]`` with its log-sum-exp ``[1, H, Tq]`` (natural log, fp32)."""
+    """Attention ``[1, Hq, Tq, D]`` over ``[1, H, Tk, D]`` with its log-sum-exp ``[1, Hq, Tq]`` (natural log, fp32).
+
+    ``Hq`` is a multiple of ``H``: neighbouring query heads share a KV head.
+    """
     if query.device.type == "cpu":
         if not causal and _prefers_products(query, keys):
             joined = products(query[0], keys[0], values[0], scale or query.shape[-1] ** -0.5)
             if joined is not None:
                 return joined[0][None], joined[1][None]
+        if not causal and _leaves_a_thread_idle(query, keys):
+            return _flash_of_halves(query, keys, values, scale)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query, keys, values, 0.0, causal, attn_mask=None, scale=scale
         )
         return out, lse
+    group = query.shape[1] // keys.shape[1]
+    if group > 1:  # these kernels want one KV head per query head
+        keys, values = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
     if query.device.type == "cuda" and query.dtype in (torch.float16, torch.bfloat16):
         result = torch.ops.aten._scaled_dot_product_flash_attention(
             query, keys, values, 0.0, causal, False, scale=scale
         )
         return result[0], result[1][..., : query.shape[2]]
     return _reference(query, keys, values, scale, causal)
+
+
+def _leaves_a_thread_idle(query: torch.Tensor, keys: torch.Tensor) -> bool:
+    """The kernel deals out (head, 32 queries): few of them and an odd number leave one of two threads waiting."""
+    units = query.shape[1] * -(-query.shape[2] // 32)
+    return units % 2 == 1 and units < 8 and keys.shape[2] >= 1024 and torch.get_num_threads() > 1
+
+
+def _flash_of_halves(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``flash`` over both halves of the keys at once, ``[1, H, T, D]`` read as ``[H, 2, T / 2, D]``."""
+    length = keys.shape[2]
+    share = -(-length // 2)
+    queries = query[0].unsqueeze(1).expand(-1, 2, -1, -1)
+    halves = [
+        x[0].as_strided(
+            (x.shape[1], 2, share, x.shape[3]), (x.stride(1), (length - share) * x.stride(2), *x.stride()[2:])
+        )
+        for x in (keys, values)
+    ]
+    mask = _overlap(share, query.dtype) if length % 2 else None
+    outs, lses = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        queries, *halves, 0.0, False, attn_mask=mask, scale=scale
+    )
+    first, second = lses.unbind(1)
+    return merge(outs.unbind(1), (first, second))[None], torch.logaddexp(first, second)[None]
+
+
+@lru_cache(maxsize=8)
+def _overlap(share: int, dtype: torch.dtype) -> torch.Tensor:
+    """Halves of an odd length share the middle key: hide it from the second."""
+    mask = torch.zeros(1, 2, 1, share, dtype=dtype)
+    mask[:, 1, :, 0] = float("-inf")
+    return mask
 
 
 def products(
@@ -142,26 +202,28 @@ def products(
     """
     heads, rows, dim = query.shape
     length = keys.shape[1]
-    scaled = query.float().mul_(scale)
-    sample = torch.bmm(scaled, keys[:, :: max(1, length // 32)].float().transpose(-1, -2)).amax(-1, keepdim=True)
-    reference = sample.to(query.dtype)
+    sample = torch.bmm(keys[:, :: max(1, length // 32)], query.transpose(-1, -2))
+    shifts = reference = sample.amax(1, keepdim=True).mul_(scale)
     # An odd number of heads leaves one of two threads idle for a third of the time: halve the keys as well.
     parts = 2 if heads % 2 and torch.get_num_threads() > 1 else 1
     share = -(-length // parts)
     if parts > 1:
-        query = query.unsqueeze(1).expand(-1, parts, -1, -1).reshape(heads * parts, rows, dim)
-        shifts = reference.unsqueeze(1).expand(-1, parts, -1, -1).reshape(heads * parts, rows, 1)
+        query, shifts = query.repeat_interleave(parts, 0), shifts.repeat_interleave(parts, 0)
         keys, values = _halved(keys, share), _halved(values, share)
+    if (
+        rows <= 64
+    ):  # keys times queries needs no packing of the larger side; with more rows the second product loses more
+        weights = torch.baddbmm(shifts, keys, query.transpose(-1, -2), beta=-1, alpha=scale).transpose(-1, -2)
     else:
-        shifts = reference
-    weights = torch.baddbmm(shifts, query, keys.transpose(-1, -2), beta=-1, alpha=scale).exp_()
+        weights = torch.baddbmm(shifts.transpose(-1, -2), query, keys.transpose(-1, -2), beta=-1, alpha=scale)
+    weights.exp_()
     if parts * share > length:
-        weights.view(heads, parts, rows, share)[:, -1, :, -1] = 0  # the row that rounds an odd extent up
+        weights[parts - 1 :: parts, :, -1] = 0  # the row that rounds an odd extent up
     total = _row_sums(weights).view(heads, parts, rows).sum(1)
     out = torch.bmm(weights, values).view(heads, parts, rows, dim).sum(1, dtype=torch.float32)
     out.div_(total.unsqueeze(-1))
-    lse = total.log_().add_(reference.squeeze(-1).float())
-    if not bool(lse.isfinite().all()):
+    lse = total.log_().add_(reference.squeeze(1))
+    if not math.isfinite(lse.sum().item()):
         return None
     return out, lse  # fp32: rounding waits until the pieces are merged
 
@@ -260,7 +322,8 @@ def _attention(
             raise FastPathRefused(f"{type(module).__name__} passes {name}={kwargs[name]!r} to its attention")
     if attention_mask is not None:
         raise FastPathRefused(f"{type(module).__name__} builds its own attention mask")
-    return past.attend(query, key, value, scaling).transpose(1, 2).contiguous(), None
+    # The cache layer has written this layer's new keys and values into the tail.
+    return past.attend(past.layer, query[0].transpose(0, 1), scaling).view(1, query.shape[2], query.shape[1], -1), None
 
 
 def _mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:

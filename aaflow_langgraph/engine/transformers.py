@@ -2,7 +2,8 @@
 
 Two read paths. *fast*: our attention under the unmodified model, KV read where it lies. *universal*: the model's own
 attention over one contiguous copy of the past. A probe compares both with the stock forward once per model and keeps the
-first that is right; where neither is, the model is refused with the numbers.
+first that is right; where neither is, the model is refused with the numbers. On the fast path llama-like models run
+through ``LeanForward`` instead of their modules, if the probe finds that right too.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file
 
-from aaflow_langgraph.engine import attention, cache_adapter
+from aaflow_langgraph.engine import attention, cache_adapter, lean
 from aaflow_langgraph.engine.attention import FastPathRefused, Past
 from aaflow_langgraph.engine.base import Piece, Tail, chunk_spans
 from aaflow_langgraph.engine.fingerprint import DTYPES, dtype_name, make_namespace, read_cached, write_cached
@@ -83,6 +84,7 @@ class TransformersEngine:
             self._stock_attention = "sdpa"
         self._select("universal")
         self.layout = self._measure_layout()
+        self.lean = lean.recognise(model, self.window)
         self.read_path = self._probe(folder)
         self.namespace: Namespace = make_namespace(
             model,
@@ -91,6 +93,7 @@ class TransformersEngine:
             folder=folder,
             tenant=tenant,
             read_path=self.read_path,
+            lean=self.lean is not None,
         )
         self.stop_ids = _stop_ids(model, tokenizer)
 
@@ -250,35 +253,46 @@ class TransformersEngine:
         return KVLayout(len(layers), int(keys[1]), int(keys[3]), dtype_name(dtype), dtype.itemsize)
 
     def _probe(self, folder: Path | None) -> str:
-        """Which read path is right for this model; cached per configuration, dtype, device and library versions."""
+        """Which read path is right for this model; cached per configuration, dtype, device and library versions.
+
+        Drops the lean forward where it is not: one that the fast path does not use or that misses the stock logits.
+        """
         # A windowed layer differs from a full one only beyond its window, so the probe reaches beyond it.
         config = self.model.config.get_text_config(decoder=True)
         reach = int(getattr(config, "sliding_window", None) or 0) if any(self._sliding) else 0
         num_tokens = min(_PROBE_TOKENS + reach, self.window, 2200)
         key = digest(
-            "probe-1",
+            "probe-2",
             self.model.config.to_json_string(use_diff=False),
             dtype_name(self.model.dtype),
             self.device.type,
             str(num_tokens),
+            str(self.lean is not None),
             torch.__version__,
             transformers.__version__,
         )
         known = read_cached("probes", key) if folder else None
-        if known in ("fast", "universal"):
-            self._select(known)
-            return str(known)
+        if known in ("lean", "fast", "universal"):
+            self.lean = self.lean if known == "lean" else None
+            path = "universal" if known == "universal" else "fast"
+            self._select(path)
+            return path
         ids = [(7919 * n + 13) % self.vocab_size for n in range(num_tokens)]
         stock = self._stock_logits(ids)
         spread = float(stock.float().std()) + 1e-6
         missed: list[str] = []
-        for path in ("fast", "universal"):
-            if path == "fast" and any(self._sliding):
-                missed.append("fast: layers attend through a window")
+        for path in ("lean", "fast", "universal"):
+            if path == "lean" and self.lean is None:
                 continue
-            self._select(path)
+            if path != "lean":
+                self.lean = None
+            if path != "universal" and any(self._sliding):
+                missed.append(f"{path}: layers attend through a window")
+                continue
+            read_path = "universal" if path == "universal" else "fast"
+            self._select(read_path)
             try:
-                difference = float((self._probe_logits(path, ids) - stock).abs().mean()) / spread
+                difference = float((self._probe_logits(read_path, ids) - stock).abs().mean()) / spread
             except (
                 FastPathRefused,
                 RuntimeError,
@@ -288,7 +302,7 @@ class TransformersEngine:
             if difference <= _PROBE_TOLERANCE[self.model.dtype]:
                 if folder:
                     write_cached("probes", key, path)
-                return path
+                return read_path
             missed.append(f"{path}: logits differ by {difference:.2e} of their spread on average")
         raise UnsupportedModel(
             f"no read path of {type(self.model).__name__} equals its stock forward over {num_tokens} tokens "
@@ -358,9 +372,14 @@ class _FastRun(_Run):
 
     def _step(self, token_ids: Sequence[int]) -> torch.Tensor:
         # One forward at a time per engine: two that share the cores are slower than two in turn.
-        with self._engine.lock, attention.reading(self._past), torch.no_grad():
-            self._past.begin(len(token_ids))
-            logits = self._engine.forward(token_ids, self.position, self._cache)
+        engine, past = self._engine, self._past
+        with engine.lock, attention.reading(past), torch.no_grad():
+            past.begin(len(token_ids))
+            if engine.lean is not None and engine.lean.ready():
+                # Out of inference mode again: callers may do with logits what they like.
+                logits = engine.lean(token_ids, self.position, past).clone()
+            else:
+                logits = engine.forward(token_ids, self.position, self._cache)
         self._tail.length += len(token_ids)
         self.position += len(token_ids)
         return logits

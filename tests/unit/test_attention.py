@@ -17,9 +17,9 @@ def reference(
     return scores.softmax(-1) @ values.double(), scores.logsumexp(-1)
 
 
-def made(length: int, heads: int = HEADS, *, spread: float = 1.0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def made(length: int, heads: int = HEADS, *, rows: int = ROWS) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(length)
-    query = torch.randn(heads, ROWS, DIM, generator=generator) * spread
+    query = torch.randn(heads, rows, DIM, generator=generator)
     kv = torch.randn(2, heads, length, DIM, generator=generator)
     return query, kv[0], kv[1]
 
@@ -43,11 +43,14 @@ def test_three_pieces_merge_like_two() -> None:
     assert (merge(*zip(*parts, strict=True))[0] - expected).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("rows", [ROWS, 96])
 @pytest.mark.parametrize("heads", [2, 3])
 @pytest.mark.parametrize("length", [1024, 1025, 4099])
 @pytest.mark.parametrize("scale", [0.125, 0.0884])
-def test_products_are_as_near_to_the_truth_as_bf16_attention_is(length: int, heads: int, scale: float) -> None:
-    query, keys, values = (x.bfloat16() for x in made(length, heads))
+def test_products_are_as_near_to_the_truth_as_bf16_attention_is(
+    length: int, heads: int, scale: float, rows: int
+) -> None:
+    query, keys, values = (x.bfloat16() for x in made(length, heads, rows=rows))
     expected, lse = reference(query, keys, values, scale)
     joined = products(query, keys, values, scale)
     assert joined is not None
@@ -55,6 +58,35 @@ def test_products_are_as_near_to_the_truth_as_bf16_attention_is(length: int, hea
     rounding = (kernel.bfloat16()[0] - expected).abs().max()
     assert (joined[0] - expected).abs().max() < 4 * rounding + 2e-3
     assert (joined[1] - lse).abs().max() < 5e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("length", [1023, 1024, 1025, 2047])
+@pytest.mark.parametrize("heads", [1, 3])
+def test_few_queries_over_many_keys_equal_the_reference(length: int, heads: int, dtype: torch.dtype) -> None:
+    query, keys, values = (x.to(dtype) for x in made(length, heads, rows=3))
+    # Read in place, as extents are: a head's keys lie far from the next head's.
+    room = torch.full((2, heads, length + 5, DIM), float("nan"), dtype=dtype)
+    room[0, :, 2 : 2 + length], room[1, :, 2 : 2 + length] = keys, values
+    keys, values = room[:, :, 2 : 2 + length].unbind(0)
+    out, lse = flash(query[None], keys[None], values[None], 0.125, causal=False)
+    expected, expected_lse = reference(query, keys, values, 0.125)
+    assert (out[0] - expected).abs().max() < (1e-5 if dtype == torch.float32 else 2e-3)
+    assert (lse[0] - expected_lse).abs().max() < (1e-5 if dtype == torch.float32 else 5e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_query_heads_that_share_a_kv_head_attend_causally(dtype: torch.dtype) -> None:
+    query, keys, values = (x.to(dtype) for x in made(48, 6))
+    keys, values = keys[::3], values[::3]
+    out, lse = flash(query[None], keys[None], values[None], 0.125, causal=True)
+    hidden = torch.ones(48, 48, dtype=torch.bool).triu(1)
+    scores = (query.double() @ keys.double().repeat_interleave(3, 0).transpose(-1, -2) * 0.125).masked_fill(
+        hidden, float("-inf")
+    )
+    expected = scores.softmax(-1) @ values.double().repeat_interleave(3, 0)
+    assert (out[0] - expected).abs().max() < (1e-5 if dtype == torch.float32 else 2e-2)
+    assert (lse[0] - scores.logsumexp(-1)).abs().max() < (1e-5 if dtype == torch.float32 else 2e-2)
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
