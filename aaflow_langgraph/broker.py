@@ -136,6 +136,10 @@ class KVBroker:
             IndexUnavailable: The index' server does not answer. Way out: retry.
             UnsupportedModel: The model's state cannot be carried as keys and values; says why. Way out: fail.
         """
+        if not isinstance(index, str):
+            raise ConfigError(f"index must be a URL such as 'memory://' or 'redis://localhost', got {index!r}")
+        if not isinstance(share_recipes, bool):
+            raise ConfigError(f"share_recipes must be True or False, got {share_recipes!r}")
         ordered = policy(evict)
         if isinstance(model, TransformersEngine):
             if (dtype, device, tenant) != ("auto", "auto", ""):

@@ -100,6 +100,8 @@ class RecipeBook:
         at: Recipe | None = recipe
         while at is not None:
             borders += [at.stop - at.num_pending, at.stop]
+            if at.operator == "generate":
+                borders.append(at.turns[-1].content.start)  # the prompt was published before the answer was known
             at = self._recipes.get(at.parent) if at.parent else None
         return borders
 

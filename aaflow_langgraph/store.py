@@ -150,7 +150,7 @@ class ExtentStore:
                 self.index.release(match.receipt)
                 continue
             except _OutOfReach as reason:
-                self._warn_once("out of reach", str(reason))
+                _log.info("a lookup ends early: %s", reason)
                 self.index.release(match.receipt)
                 limit = parts[-1][2] if parts else 0
                 continue

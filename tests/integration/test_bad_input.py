@@ -313,8 +313,11 @@ def test_a_closed_broker_serves_nothing_and_can_be_closed_again(broker: KVBroker
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"index": "redis://localhost"}, "index"),
+        ({"index": "sqlite://here"}, "memory://"),
         ({"index": None}, "index"),
+        ({"evict": "random"}, "eviction policy"),
+        ({"share_recipes": "no"}, "share_recipes"),
+        ({"disk": "/proc/nothing"}, "/proc/nothing"),
         ({"pool_bytes": 0}, "pool_bytes"),
         ({"pool_bytes": -5}, "pool_bytes"),
         ({"pool_bytes": 1.5}, "pool_bytes"),

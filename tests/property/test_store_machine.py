@@ -1,0 +1,58 @@
+"""The shipped state machine over every index we ship."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+
+import pytest
+import redis
+from hypothesis import HealthCheck, settings
+
+from aaflow_langgraph.index._server import Server
+from aaflow_langgraph.index.base import Index
+from aaflow_langgraph.index.memory import MemoryIndex
+from aaflow_langgraph.index.redis import RedisIndex
+from aaflow_langgraph.testing.store_machine import StoreMachine
+from tests.servers import RealServer, redis_server  # noqa: F401
+
+STEPS = settings(
+    max_examples=25,
+    stateful_step_count=30,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+
+
+class MemoryMachine(StoreMachine):
+    def make_index(self) -> Index:
+        return MemoryIndex(self.clock)
+
+
+class RedisMachine(StoreMachine):
+    server: RealServer
+
+    def __init__(self) -> None:
+        self.namespace = secrets.token_hex(32)
+        super().__init__()
+
+    def make_index(self) -> Index:
+        client = redis.Redis(unix_socket_path=str(self.server.socket))
+        return RedisIndex(Server(client, self.namespace, clock=self.clock))
+
+
+@pytest.mark.filterwarnings("default")  # Hypothesis' own notes about the machine are no faults of ours
+class TestMemoryMachine(MemoryMachine.TestCase):  # type: ignore[misc, name-defined]
+    settings = STEPS
+
+
+@pytest.mark.filterwarnings("default")
+class TestRedisMachine(RedisMachine.TestCase):  # type: ignore[misc, name-defined]
+    settings = STEPS
+
+    @pytest.fixture(autouse=True)
+    def _on_server(self, redis_server: RealServer) -> Iterator[None]:
+        RedisMachine.server = redis_server
+        yield
+        with redis_server.client() as client:
+            client.flushall()
