@@ -105,7 +105,7 @@ class KVBroker:
         pool_bytes: int = 1 << 30,
         disk: str | os.PathLike[str] | None = None,
         disk_bytes: int = 16 << 30,
-        evict: str = "lru",
+        evict: str | Policy = "lru",
         dtype: str = "auto",
         device: str = "auto",
         tenant: str = "",
@@ -122,7 +122,8 @@ class KVBroker:
             pool_bytes: Capacity of this broker's KV pool. It is taken and touched at once and never exceeded.
             disk: Directory for the tier below the pool: what leaves the pool goes there, and a later process finds it.
             disk_bytes: The most that the files of this namespace (model, dtype, tenant) may take there.
-            evict: Which extents leave a full pool first: ``"lru"``, ``"lfu"``, ``"gdsf"`` or ``"fifo"``.
+            evict: Which extents leave a full pool first: ``"lru"``, ``"lfu"``, ``"gdsf"``, ``"fifo"``, or a policy of your own
+                such as ``by_value(...)``.
             dtype: ``"float32"``, ``"bfloat16"``, ``"float16"`` or ``"auto"`` (the checkpoint's).
             device: ``"cpu"``, ``"cuda"``, ``"cuda:N"`` or ``"auto"``.
             tenant: Salt: KV is never shared between tenants.
@@ -140,7 +141,7 @@ class KVBroker:
             raise ConfigError(f"index must be a URL such as 'memory://' or 'redis://localhost', got {index!r}")
         if not isinstance(share_recipes, bool):
             raise ConfigError(f"share_recipes must be True or False, got {share_recipes!r}")
-        ordered = policy(evict)
+        ordered = evict if callable(evict) else policy(evict)
         if isinstance(model, TransformersEngine):
             if (dtype, device, tenant) != ("auto", "auto", ""):
                 raise ConfigError("dtype, device and tenant belong to the engine that was passed; set them there")

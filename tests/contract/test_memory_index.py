@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aaflow_langgraph.index.base import ExtentRecord, Index, cover
 from aaflow_langgraph.index.memory import MemoryIndex
+from aaflow_langgraph.testing.colours import Awaited
 from aaflow_langgraph.testing.index_cases import LEASE_S, OWNER, query, record, sequence
 from aaflow_langgraph.testing.index_contract import IndexContract
 
@@ -16,6 +18,11 @@ from aaflow_langgraph.testing.index_contract import IndexContract
 class TestMemoryIndex(IndexContract):
     def make_index(self, clock: Callable[[], float]) -> Index:
         return MemoryIndex(clock)
+
+
+class TestMemoryIndexAwaited(IndexContract):
+    def make_index(self, clock: Callable[[], float]) -> Index:
+        return cast(Index, Awaited(MemoryIndex(clock)))
 
 
 def sizes(index: MemoryIndex) -> dict[str, int]:
