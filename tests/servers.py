@@ -30,6 +30,10 @@ def binary(kind: str) -> str:
     return found
 
 
+class DidNotStart(RuntimeError):
+    """What the server said instead."""
+
+
 @dataclass
 class RealServer:
     """One server process that can be killed and started again."""
@@ -65,8 +69,15 @@ class RealServer:
         command += ["--save", "", "--appendonly", "no", "--logfile", str(self.folder / "log")]
         if "--port" not in self.options:
             command += ["--port", "0"]
-        self.process = subprocess.Popen(command + list(self.options), stdin=subprocess.DEVNULL)
-        until(self.answers, "the server starts")
+        command += self.options
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        )
+        until(lambda: self.answers() or self.process.poll() is not None, "the server starts")
+        if self.process.poll() is not None:
+            process, self.process = self.process, None
+            log = self.folder / "log"
+            raise DidNotStart(process.communicate()[1].decode() + (log.read_text() if log.exists() else ""))
         return self
 
     def answers(self) -> bool:
@@ -87,7 +98,7 @@ class RealServer:
         if self.process is not None:
             self.process.send_signal(signal.SIGCONT)
             self.process.kill()
-            self.process.wait()
+            self.process.communicate()
             self.process = None
 
 
@@ -136,14 +147,14 @@ def is_running(pid: int) -> bool:
 
 
 def server_pids(folder: Path) -> list[int]:
-    """Processes whose command line names the directory."""
+    """Servers whose command line names the directory."""
     found = []
     for entry in os.listdir("/proc"):
         if entry.isdecimal() and int(entry) != os.getpid():
             with contextlib.suppress(OSError):
+                is_server = os.readlink(f"/proc/{entry}/exe").endswith("-server")
                 command = Path(f"/proc/{entry}/cmdline").read_bytes()
-                # A running server shows "valkey-server unixsocket:PATH" or its command line.
-                if b"-server" in command and os.fsencode(folder) in command and is_running(int(entry)):
+                if is_server and os.fsencode(folder) in command and is_running(int(entry)):
                     found.append(int(entry))
     return found
 

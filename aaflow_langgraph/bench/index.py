@@ -148,7 +148,7 @@ def _extent(index: RedisIndex, ids: tuple[int, ...], namespace: str) -> tuple[Ex
         place=Place(_OWNER, Allocation(0, 1 << 20, 1)),
         checksum="0" * 32,
     )
-    return record, Query(tuple([*ids]), hashes)
+    return record, Query((*ids,), hashes)
 
 
 def _row(operation: str, taken: list[float], base: float) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from redis.connection import BlockingConnectionPool, Connection, SSLConnection, 
 from redis.exceptions import AuthenticationError, NoPermissionError, RedisError, ResponseError
 from redis.retry import Retry
 
-from aaflow_langgraph.errors import ConfigError
+from aaflow_langgraph.errors import ConfigError, IndexUnavailable
 from aaflow_langgraph.index._server import Server, explained
 from aaflow_langgraph.index.base import Index
 from aaflow_langgraph.index.embedded import EmbeddedServer
@@ -63,7 +63,7 @@ def open_index(
         ConfigError: The URL, the server's settings or the credentials are wrong. Way out: fail, the message says what to change.
         IndexUnavailable: The server cannot be reached. Way out: retry.
     """
-    scheme, _, rest = url.partition("://")
+    scheme, separator, rest = url.partition("://")
     if scheme == "memory" and not rest:
         return MemoryIndex(clock)
     if scheme == "embedded" and rest:
@@ -74,12 +74,12 @@ def open_index(
         except BaseException:
             embedded.close()
             raise
-    if scheme in ("redis", "rediss", "unix"):
+    if separator and scheme in ("redis", "rediss", "unix"):
         connection, options, shown = _address(url)
         follow = None if scheme == "unix" else partial(_moved, connection, options)
         server = Server(redis.Redis(connection_pool=_pool(connection, **options)), namespace, follow=follow)
         return _opened(server, shown, share_recipes)
-    raise ConfigError(f"an index is one of {', '.join(SCHEMES)}; {scheme or url!r} is none of them")
+    raise ConfigError(f"an index is one of {', '.join(SCHEMES)}; what was given is none of them")
 
 
 class _EmbeddedRedisServer(Server):
@@ -121,7 +121,7 @@ def _require_fit(server: Server, shown: str) -> None:
                 f"{shown} evicts keys that are in use (maxmemory-policy {policy}); set maxmemory-policy to noeviction or to a "
                 f"volatile-* policy, or use a server of its own"
             )
-        refused = _refused(server)
+        refused = sorted({name.decode() for name in server.run("probe")})
     except AuthenticationError as error:
         raise ConfigError(
             f"{shown} wants other credentials ({error}); put user and password into the URL: scheme://user:password@host"
@@ -131,12 +131,12 @@ def _require_fit(server: Server, shown: str) -> None:
     except RedisError as error:
         failure = explained(error)
         raise type(failure)(f"{shown}: {failure}") from error
+    except IndexUnavailable as error:
+        if isinstance(error.__cause__, NoPermissionError):
+            raise _lacks_rights(shown, str(error.__cause__)) from error
+        raise
     if refused:
         raise _lacks_rights(shown, f"it may not run {', '.join(refused)}")
-
-
-def _refused(server: Server) -> list[str]:
-    return sorted({name.decode() for name in server.run("probe")})
 
 
 def _lacks_rights(shown: str, why: str) -> ConfigError:

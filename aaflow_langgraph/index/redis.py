@@ -114,15 +114,16 @@ class RedisIndex:
         if reply == [b"fenced"]:
             owner = place.owner[:12] if place else ""
             raise Fenced(f"owner {owner} is not registered under epoch {epoch}: join and announce again")
-        deadline, raw_id, state = replies.items(reply, 3)
+        deadline, raw_id, state, *there = replies.items(reply, 3 if len(reply) < 4 else 4)
         extent_id = wire.from_id(raw_id)
-        if extent_id == record.extent_id:
-            kept = self._remember(record if self._shares else replace(record, token_ids=()), state)
-        else:
-            found = self._records([(extent_id, state)])
-            if not found:
-                raise IntegrityError(f"extent {extent_id:016x} has the key of a new one and cannot be read")
-            kept = found[0]
+        known = self._known.get(extent_id)
+        kept = known[1] if known is not None else record
+        if there and known is None:
+            # Of equal key, so of equal tokens; only its bytes, and with them the checksum, may differ.
+            kept = replace(wire.from_record(extent_id, there[0], None), token_ids=record.token_ids)
+        if not self._shares:
+            kept = replace(kept, token_ids=())
+        kept = self._remember(kept, state)
         return kept, Receipt(lease_id, (extent_id,), replies.seconds(deadline))
 
     def match(self, query: Query, limit: int, lease_s: float) -> Match:

@@ -44,31 +44,41 @@ for position, tail in ARGV[7]:gmatch('(%d+)(t?)') do
 end
 if reached < 0 then return {} end
 
-local at, ids, parts = 0, {}, {}
-while #ids < 2000 do
-  local best
-  for _, span in ipairs(spans) do
-    if span[2] <= at and at < span[3] and
-        (not best or span[3] > best[3] or span[3] == best[3] and span[1] < best[1]) then
-      best = span
+local function greedy()
+  local at, ids, parts = 0, {}, {}
+  while #ids < 2000 do
+    local best
+    for _, span in ipairs(spans) do
+      if span[2] <= at and at < span[3] and
+          (not best or span[3] > best[3] or span[3] == best[3] and span[1] < best[1]) then
+        best = span
+      end
     end
+    if not best then break end
+    ids[#ids + 1], parts[#parts + 1] = best[1], best[1] .. ' ' .. at .. ' ' .. best[3] .. ' '
+    at = best[3]
   end
-  if not best then break end
-  ids[#ids + 1], parts[#parts + 1] = best[1], best[1] .. ' ' .. at .. ' ' .. best[3] .. ' '
-  at = best[3]
+  return ids, parts
 end
-local lines, uses, last = redis.call('HMGET', state, unpack(ids)), {}, string.format('%.0f', tick)
-for i = 1, #ids do
-  local line, created, count = (lines[i] or ''):match('^(.- [01]) (%d+) %d+ (%d+)$')
-  -- A name that leads to no extent: somebody else wrote here. Cover ends before it.
-  if not line then
-    for j = #ids, i, -1 do ids[j], parts[j] = nil, nil end
-    break
+local last, ids, parts, uses, lost = string.format('%.0f', tick), nil, nil, nil, nil
+repeat
+  ids, parts = greedy()
+  if #ids == 0 then return {} end
+  uses, lost = {}, nil
+  for i, line in ipairs(redis.call('HMGET', state, unpack(ids))) do
+    local known, created, count = (line or ''):match('^(.- [01]) (%d+) %d+ (%d+)$')
+    if not known then
+      lost = ids[i]
+      break
+    end
+    parts[i] = parts[i] .. known
+    uses[2 * i - 1], uses[2 * i] = ids[i], table.concat({known, created, last, count + 1}, ' ')
   end
-  parts[i] = parts[i] .. line
-  uses[2 * i - 1], uses[2 * i] = ids[i], table.concat({line, created, last, count + 1}, ' ')
-end
-if #ids == 0 then return {} end
+  -- A name that leads to no extent: somebody else wrote here. Cover without it.
+  for i = #spans, 1, -1 do
+    if spans[i][1] == lost then table.remove(spans, i) end
+  end
+until not lost
 redis.call('HSET', state, unpack(uses))
 local deadline = seconds(now + ARGV[3])
 take_lease(ARGV[2], deadline, ids)

@@ -2,7 +2,7 @@
 -- Publishes an extent under its writer's lease, or leases the one that has its key already (Index.put).
 -- Keys: below. Arguments: now or '', lease, lease seconds, id, epoch, owner or '-', 'offset num_bytes generation',
 --   parent or '-', on disk 1/0, record, packed token ids or ''.
--- Reply: {deadline, id, state}, or {'fenced'}, or {'taken'} when the id names another extent.
+-- Reply: {deadline, id, state, and the record of an extent that was there}, or {'fenced'}, or {'taken'} when the id names another extent.
 local records, state, tokens, names, keys, children, readers, owned, held, owners = unpack(KEYS)
 -- include: clock
 -- include: owner
@@ -13,11 +13,12 @@ if owner ~= '-' and not is_current(owner, epoch) then return {'fenced'} end
 local start, stop, canonical, end_id, rest = record:match('^(%d+) (%d+) (%d+) %x+ (%x+)(.*)$')
 local key = end_id .. ':' .. start .. ':' .. canonical
 local known = redis.call('HGET', keys, key)
-local e = known and read_state(known)
+local e, there = known and read_state(known), nil
 if e then
   -- An entry that is not what its key says is lost: the new one takes its key.
-  local a, b, c, of = (redis.call('HGET', records, known) or ''):match('^(%d+) (%d+) (%d+) %x+ (%x+)')
-  if a ~= start or b ~= stop or c ~= canonical or of ~= end_id then e = nil end
+  there = redis.call('HGET', records, known) or ''
+  local a, b, c, of = there:match('^(%d+) (%d+) (%d+) %x+ (%x+)')
+  if a ~= start or b ~= stop or c ~= canonical or of ~= end_id then e, there = nil, nil end
 end
 if e then
   if e.owner == '-' and owner ~= '-' then
@@ -62,4 +63,4 @@ end
 write_state(e)
 local deadline = seconds(now + lease_s)
 take_lease(lease, deadline, {e.id})
-return {deadline, e.id, line_of(e)}
+return {deadline, e.id, line_of(e), there}
