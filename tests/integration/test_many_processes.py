@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from aaflow_langgraph import TransformersEngine
 from tests import tiny
-from tests.brokers import MIB, BrokerFailed, BrokerWorker, Host, host, server  # noqa: F401
-from tests.oracle import stock_of
+from tests.brokers import (  # noqa: F401
+    MIB,
+    BrokerFailed,
+    Cold,
+    Host,
+    cold,
+    host,
+    num_pool_bytes,
+    server,
+    wait_until_saved,
+)
 from tests.processes import shared_bytes, wait_until
 from tests.servers import RealServer, server_pids
 
@@ -21,30 +28,9 @@ SHORT = tiny.words(700, seed=1)
 NUM_NEW = 4
 
 
-@pytest.fixture
-def cold(engines: Callable[..., TransformersEngine]) -> Callable[..., tuple[int, ...]]:
-    """Greedy tokens of the stock model behind ids and a prompt."""
-
-    def greedy(ids: list[int] | tuple[int, ...], count: int = NUM_NEW, prompt: str = "so") -> tuple[int, ...]:
-        engine = engines("llama")
-        asked = engine.frame.encode_text(prompt, what="prompt")
-        return stock_of(engine).greedy((*ids, *asked), count)
-
-    return greedy
-
-
-def wait_until_saved(worker: BrokerWorker) -> None:
-    wait_until(lambda: worker("num_unsaved") == 0)
-
-
-def num_pool_bytes(num_tokens: int) -> int:
-    """What an extent of the tiny model takes: keys and values of 3 layers, 2 heads, 16 wide, fp32; whole pages."""
-    return -(-num_tokens * 3 * 2 * 2 * 16 * 4 // 4096) * 4096
-
-
 @pytest.mark.parametrize("at_once", [False, True], ids=["in turn", "at once"])
 def test_four_workers_prefill_a_shared_context_once_and_hold_one_copy(
-    host: Host, server: RealServer, cold: Callable[..., tuple[int, ...]], at_once: bool
+    host: Host, server: RealServer, cold: Cold, at_once: bool
 ) -> None:
     workers = [host.worker() for _ in range(4)]
     for worker in workers:
@@ -71,9 +57,7 @@ def test_four_workers_prefill_a_shared_context_once_and_hold_one_copy(
     assert [worker("warnings") for worker in workers] == 4 * [[]]
 
 
-def test_different_questions_behind_one_context_share_its_blocks(
-    host: Host, server: RealServer, cold: Callable[..., tuple[int, ...]]
-) -> None:
+def test_different_questions_behind_one_context_share_its_blocks(host: Host, server: RealServer, cold: Cold) -> None:
     workers = [host.worker() for _ in range(3)]
     sequences = [tiny.words(1024) + tiny.words(100 + number, seed=number + 5) for number in range(3)]
     for worker, ids in zip(workers, sequences, strict=True):
@@ -87,7 +71,7 @@ def test_different_questions_behind_one_context_share_its_blocks(
 
 
 def test_a_handle_made_here_is_read_there_and_its_children_here_again(
-    host: Host, server: RealServer, cold: Callable[..., tuple[int, ...]]
+    host: Host, server: RealServer, cold: Cold
 ) -> None:
     first, second = host.worker(), host.worker()
     first("open", server.url)
@@ -135,7 +119,7 @@ def message(caught: pytest.ExceptionInfo[BrokerFailed], kv_id: str) -> str:
 
 @pytest.mark.parametrize("index", ["server", "embedded", "memory"])
 def test_after_all_are_killed_what_was_written_is_not_prefilled_again(
-    host: Host, server: RealServer, tmp_path: Path, cold: Callable[..., tuple[int, ...]], index: str
+    host: Host, server: RealServer, tmp_path: Path, cold: Cold, index: str
 ) -> None:
     url = {"server": server.url, "embedded": f"embedded://{host.folder}/index", "memory": "memory://"}[index]
     folder = str(tmp_path / "kv")
@@ -169,7 +153,7 @@ def test_after_all_are_killed_what_was_written_is_not_prefilled_again(
 
 
 def test_a_handle_of_a_dead_process_is_rebuilt_from_the_recipe_on_the_server(
-    host: Host, server: RealServer, cold: Callable[..., tuple[int, ...]]
+    host: Host, server: RealServer, cold: Cold
 ) -> None:
     gone, heir = host.worker(), host.worker()
     gone("open", server.url)
@@ -204,7 +188,7 @@ def test_a_handle_whose_recipe_is_nowhere_says_how_to_avoid_that(host: Host, ser
 
 
 def test_with_recipes_kept_private_the_server_never_sees_a_token_and_blocks_are_shared_all_the_same(
-    host: Host, server: RealServer, cold: Callable[..., tuple[int, ...]]
+    host: Host, server: RealServer, cold: Cold
 ) -> None:
     """S14."""
     first, second = host.worker(), host.worker()
@@ -218,7 +202,7 @@ def test_with_recipes_kept_private_the_server_never_sees_a_token_and_blocks_are_
 
 
 def test_a_worker_that_closes_leaves_the_others_everything_they_read(
-    host: Host, server: RealServer, cold: Callable[..., tuple[int, ...]]
+    host: Host, server: RealServer, cold: Cold
 ) -> None:
     workers = [host.worker() for _ in range(3)]
     for worker in workers:
