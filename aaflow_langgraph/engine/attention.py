@@ -27,6 +27,7 @@ from transformers.masking_utils import sdpa_mask
 from aaflow_langgraph.engine.base import Piece, Tail
 
 NAME = "aaflow"
+_LOG2E = math.log2(math.e)
 
 # Anything here changes what attention means; a model that passes one is read through its own cache classes instead.
 _UNSUPPORTED = ("sliding_window", "softcap", "s_aux", "position_bias", "head_mask")
@@ -202,27 +203,27 @@ def products(
     """
     heads, rows, dim = query.shape
     length = keys.shape[1]
-    sample = torch.bmm(keys[:, :: max(1, length // 32)], query.transpose(-1, -2))
-    shifts = reference = sample.amax(1, keepdim=True).mul_(scale)
+    scale *= _LOG2E  # powers of two take two thirds of the time of powers of e
+    sample = torch.bmm(keys[:, :: max(1, length // 32)].float(), query.float().transpose(-1, -2))
+    shifts = reference = sample.amax(1, keepdim=True).mul_(scale).to(query.dtype)
     # An odd number of heads leaves one of two threads idle for a third of the time: halve the keys as well.
     parts = 2 if heads % 2 and torch.get_num_threads() > 1 else 1
     share = -(-length // parts)
     if parts > 1:
         query, shifts = query.repeat_interleave(parts, 0), shifts.repeat_interleave(parts, 0)
         keys, values = _halved(keys, share), _halved(values, share)
-    if (
-        rows <= 64
-    ):  # keys times queries needs no packing of the larger side; with more rows the second product loses more
-        weights = torch.baddbmm(shifts, keys, query.transpose(-1, -2), beta=-1, alpha=scale).transpose(-1, -2)
+    # Keys times queries packs the smaller side; with more rows the second product loses more than that.
+    upright = rows <= 64
+    if upright:
+        weights = torch.baddbmm(shifts, keys, query.transpose(-1, -2), beta=-1, alpha=scale).exp2_()
     else:
-        weights = torch.baddbmm(shifts.transpose(-1, -2), query, keys.transpose(-1, -2), beta=-1, alpha=scale)
-    weights.exp_()
+        weights = torch.baddbmm(shifts.transpose(-1, -2), query, keys.transpose(-1, -2), beta=-1, alpha=scale).exp2_()
     if parts * share > length:
-        weights[parts - 1 :: parts, :, -1] = 0  # the row that rounds an odd extent up
-    total = _row_sums(weights).view(heads, parts, rows).sum(1)
-    out = torch.bmm(weights, values).view(heads, parts, rows, dim).sum(1, dtype=torch.float32)
-    out.div_(total.unsqueeze(-1))
-    lse = total.log_().add_(reference.squeeze(1))
+        weights[parts - 1 :: parts].select(1 if upright else 2, -1).zero_()  # the row that rounds an odd extent up
+    total = _sums(weights, 1 if upright else 2).view(heads, parts, rows).sum(1)
+    out = torch.bmm(weights.transpose(-1, -2) if upright else weights, values)
+    out = out.view(heads, parts, rows, dim).sum(1, dtype=torch.float32).div_(total.unsqueeze(-1))
+    lse = total.log_().add_(reference.squeeze(1), alpha=1 / _LOG2E)
     if not math.isfinite(lse.sum().item()):
         return None
     return out, lse  # fp32: rounding waits until the pieces are merged
@@ -243,14 +244,17 @@ def _halved(tensor: torch.Tensor, share: int) -> torch.Tensor:
     return padded.view(2 * heads, share, dim)
 
 
-def _row_sums(weights: torch.Tensor) -> torch.Tensor:
-    """fp32 sums over the last axis. bf16 sums are twice as fast and accumulate in fp32; eight of them per row, added in
-    fp32, leave a rounding error well below that of the weights themselves.
+def _sums(weights: torch.Tensor, axis: int) -> torch.Tensor:
+    """fp32 sums over ``axis``. bf16 sums are twice as fast and accumulate in fp32; eight of them per row, added in fp32,
+    leave a rounding error well below that of the weights themselves.
     """
-    length = weights.shape[-1] // 8 * 8
-    parts = weights[..., :length].view(*weights.shape[:-1], 8, length // 8)
-    total = torch.sum(parts.sum(-1), -1, dtype=torch.float32)
-    return total if length == weights.shape[-1] else total + torch.sum(weights[..., length:], -1, dtype=torch.float32)
+    length = weights.shape[axis] // 8 * 8
+    parts = weights.narrow(axis, 0, length).view(*weights.shape[:axis], 8, length // 8, *weights.shape[axis + 1 :])
+    total = torch.sum(parts.sum(axis + 1), axis, dtype=torch.float32)
+    if length == weights.shape[axis]:
+        return total
+    rest = weights.narrow(axis, length, weights.shape[axis] - length)
+    return total + torch.sum(rest, axis, dtype=torch.float32)
 
 
 @lru_cache(maxsize=1)
