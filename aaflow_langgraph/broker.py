@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -263,7 +263,8 @@ class KVBroker:
         """
         started = time.perf_counter()
         recipe = self._known(handle)
-        moved = self._store.transfer(self._recipes.sequence(recipe.kv_id), self._recipes.borders(recipe))
+        sequence, computed = self._recipes.sequence(recipe.kv_id), recipe.stop - recipe.num_pending
+        moved = self._store.transfer(sequence, self._recipes.borders(recipe), computed)
         return replace(moved, seconds=time.perf_counter() - started)
 
     # ---------------------------------------------------------------- operators on text
@@ -490,6 +491,80 @@ class KVBroker:
             MalformedHandle, IncompatibleHandle, RecipeMissing: As in ``append``.
         """
         return self._known(handle)
+
+    def lineage(self, handle: HandleLike) -> tuple[Recipe, ...]:
+        """The recipes that a handle stands on, root first, its own last.
+
+        Raises:
+            MalformedHandle, IncompatibleHandle, RecipeMissing: As in ``append``.
+        """
+        return self._recipes.lineage(self._known(handle))
+
+    def names_of(self, recipe: Recipe) -> tuple[str, ...]:
+        """Names (64 hexadecimal digits) of the blocks and borders that a recipe of this broker adds to its parent."""
+        return self._recipes.names_of(recipe)
+
+    def add_recipe_source(self, find: Callable[[str], Recipe | None]) -> None:
+        """Ask ``find(kv_id)`` for recipes that are known nowhere else. What it returns is believed only if its tokens have
+        that name.
+        """
+        self._recipes.add_source(find)
+
+    def remove_recipe_source(self, find: Callable[[str], Recipe | None]) -> None:
+        """Ask there no more. Idempotent."""
+        self._recipes.remove_source(find)
+
+    # ---------------------------------------------------------------- persistence, for checkpointers
+
+    def attach_disk(
+        self, disk: DiskPool, *, write: Literal["evict", "behind"], wants: Callable[[Sequence[str]], bool]
+    ) -> None:
+        """Put a tier below the pool of a broker that has none. The caller closes ``disk`` after ``detach_disk``.
+
+        Args:
+            disk: Where extents go; what is there already is found by lookups from now on.
+            write: When they go: ``"evict"``, as they leave the pool and at close; ``"behind"``, also in the background.
+            wants: May an extent with these names go to disk? Called from any thread.
+
+        Raises:
+            ConfigError: There is a disk tier already. Way out: fail.
+        """
+        if write not in ("evict", "behind"):
+            raise ConfigError(f"write must be 'evict' or 'behind', got {write!r}")
+        with self._lock:
+            self._check_open()
+            if self._store.disk is not None:
+                raise ConfigError("this broker has a disk tier; open it without disk=... to attach another")
+            self._store.attach_disk(disk, writes_behind=write == "behind", wants=wants)
+        self._keeper.start()
+
+    def detach_disk(self) -> None:
+        """Write what is wanted, then forget the tier that ``attach_disk`` added. Idempotent, also after ``close``."""
+        with self._lock:
+            if not self._closed and self._store.wants is not None:
+                self._store.detach_disk()
+
+    @property
+    def has_disk(self) -> bool:
+        """Is there a tier below the pool?"""
+        return self._store.disk is not None
+
+    def persist(self, handle: HandleLike) -> bool:
+        """Write the KV of ``handle`` to disk now; False when some of it is not there afterwards (evicted before, or the disk
+        cannot take it).
+
+        Raises:
+            MalformedHandle, IncompatibleHandle, RecipeMissing: As in ``append``.
+        """
+        recipe = self._known(handle)
+        sequence = self._recipes.sequence(recipe.kv_id)
+        return self._store.persist(sequence, self._recipes.borders(recipe), recipe.stop - recipe.num_pending)
+
+    def forget_names(self, names: Sequence[str], is_needed: Callable[[Sequence[str]], bool]) -> int:
+        """Remove copies on disk of extents known by one of ``names``, except those of whose names ``is_needed`` says yes;
+        bytes removed.
+        """
+        return self._store.forget_names(names, is_needed)
 
     def token_ids(self, handle: HandleLike) -> tuple[int, ...]:
         """Every token id that ``handle`` names.

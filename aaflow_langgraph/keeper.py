@@ -46,7 +46,9 @@ class Keeper:
         self._lock = threading.Lock()
 
     def start(self) -> None:
-        """Begin ticking in the background."""
+        """Begin ticking in the background. Idempotent."""
+        if self._thread is not None:
+            return
         self._thread = threading.Thread(target=self._run, name="aaflow-keeper", daemon=True)
         self._thread.start()
 
@@ -75,7 +77,7 @@ class Keeper:
     def write_behind(self) -> None:
         """Give every published extent its copy on disk."""
         store = self._store
-        if store.disk is None:
+        if store.disk is None or not store.writes_behind:
             return
         for extent_id in list(store.unsaved):
             if self._stopping.is_set():

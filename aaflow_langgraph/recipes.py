@@ -9,10 +9,11 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 
 from aaflow_langgraph.errors import CapacityError, PoolExhausted
 from aaflow_langgraph.hashing import prefix_id
-from aaflow_langgraph.model import Finding, Recipe
+from aaflow_langgraph.model import BLOCK_TOKENS, Finding, Recipe
 from aaflow_langgraph.store import ExtentStore, TokenSequence
 
 RECIPE_LEASE_S = 24 * 3600.0
@@ -34,6 +35,7 @@ class RecipeBook:
         self._recipes: dict[str, Recipe] = {}
         self._sequences: OrderedDict[str, TokenSequence] = OrderedDict()
         self._unsaved: dict[str, None] = {}
+        self._sources: list[Callable[[str], Recipe | None]] = []
         self._has_warned = False
 
     def __len__(self) -> int:
@@ -47,7 +49,7 @@ class RecipeBook:
             is_new = known is None or (not known.has_chat and recipe.has_chat)
             if is_new:
                 self._recipes[recipe.kv_id] = recipe
-                if self._store.disk is not None:
+                if self._store.disk is not None and self._store.wants is None:
                     self._unsaved[recipe.kv_id] = None
             self._remember(recipe.kv_id, sequence)
         if is_new and self._store.index.shared:
@@ -89,6 +91,31 @@ class RecipeBook:
             self._remember(kv_id, sequence)
             return chain[0]
 
+    def add_source(self, find: Callable[[str], Recipe | None]) -> None:
+        """One more place to ask for recipes that nobody else knows."""
+        self._sources.append(find)
+
+    def remove_source(self, find: Callable[[str], Recipe | None]) -> None:
+        """Ask there no more. Idempotent."""
+        if find in self._sources:
+            self._sources.remove(find)
+
+    def lineage(self, recipe: Recipe) -> tuple[Recipe, ...]:
+        """What a recipe stands on, root first, itself last."""
+        found: list[Recipe] = []
+        at: Recipe | None = recipe
+        while at is not None:
+            found.append(at)
+            at = self.find(at.parent) if at.parent else None
+        return tuple(reversed(found))
+
+    def names_of(self, recipe: Recipe) -> tuple[str, ...]:
+        """Names of the blocks and borders that a known recipe adds to its parent: by these its extents are found."""
+        sequence = self.sequence(recipe.kv_id)
+        inside = sorted({stop for stop in self._own_borders(recipe) if stop % BLOCK_TOKENS})
+        ends = (prefix_id(self._namespace, sequence.token_ids, stop, sequence.hashes) for stop in inside)
+        return (*sequence.hashes[recipe.start // BLOCK_TOKENS : recipe.stop // BLOCK_TOKENS], *ends)
+
     def sequence(self, kv_id: str) -> TokenSequence:
         """Token ids and block hashes of a known recipe, put together along its parents."""
         with self._lock:
@@ -99,10 +126,14 @@ class RecipeBook:
         borders: list[int] = []
         at: Recipe | None = recipe
         while at is not None:
-            borders += [at.stop - at.num_pending, at.stop]
-            if at.operator == "generate":
-                borders.append(at.turns[-1].content.start)  # the prompt was published before the answer was known
+            borders += self._own_borders(at)
             at = self._recipes.get(at.parent) if at.parent else None
+        return borders
+
+    def _own_borders(self, recipe: Recipe) -> list[int]:
+        borders = [recipe.stop - recipe.num_pending, recipe.stop]
+        if recipe.operator == "generate":
+            borders.append(recipe.turns[-1].content.start)  # the prompt was published before the answer was known
         return borders
 
     def share_again(self) -> None:
@@ -149,6 +180,8 @@ class RecipeBook:
         recipe = self._store.index.recipe(kv_id) if self._store.index.shared else None
         if recipe is None and self._store.disk is not None:
             recipe = self._store.disk.read_recipe(kv_id)
+        for source in self._sources if recipe is None else ():
+            recipe = recipe or source(kv_id)
         return recipe
 
     def _sequence(self, kv_id: str) -> TokenSequence:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -29,7 +29,7 @@ from aaflow_langgraph.errors import (
 )
 from aaflow_langgraph.evict.base import Policy
 from aaflow_langgraph.hashing import block_hashes, prefix_id
-from aaflow_langgraph.index.base import ExtentRecord, Index, Match, Place, Query
+from aaflow_langgraph.index.base import ExtentRecord, Index, Match, Place, Query, cover
 from aaflow_langgraph.lease import Leases
 from aaflow_langgraph.model import BLOCK_TOKENS, BlockHash, Finding, KVLayout, Receipt
 from aaflow_langgraph.pool.arena import Allocation
@@ -118,11 +118,17 @@ class ExtentStore:
         self.unsaved: dict[int, None] = {}
         """Extents that the disk has no copy of yet, oldest first."""
         self.lock = threading.RLock()
+        self.writes_behind = True
+        """Does every extent get its copy on disk in the background, or only when it leaves the pool?"""
+        self.wants: Callable[[Sequence[str]], bool] | None = None
+        """Which extents may go to disk, by their names; all when None."""
         self._policy = policy
         self._fetching: dict[int, threading.Lock] = {}
         self._pinned: set[int] = set()
         self._epoch = 0
         self._warned: set[str] = set()
+        if disk is not None:
+            disk.when_evicted(self._note_gone)
         self._join()
 
     # ---------------------------------------------------------------- lookup
@@ -345,6 +351,8 @@ class ExtentStore:
                 return False
             if record.on_disk or extent_id in self._pinned:
                 return record.on_disk
+            if self.wants is not None and not self.wants(names(record)):
+                return False  # it stays among the unsaved: somebody may want it later
             self._pinned.add(extent_id)
         try:
             written = self.disk.write(stored(record), self.rows(record).cpu())
@@ -362,6 +370,53 @@ class ExtentStore:
                 self.mine[extent_id] = replace(self.mine[extent_id], on_disk=True)
             self.counts.spills += written
         return True
+
+    def persist(self, sequence: TokenSequence, borders: Sequence[int], stop: int) -> bool:
+        """Write what covers ``[0, stop)`` of a sequence to disk now, whosever pool it is in; is all of it there?"""
+        query = self.query(sequence, borders)
+        for record in self.index.covering(query):
+            if record.on_disk or self.disk is None:
+                continue
+            if record.extent_id in self.mine:
+                self.spill(record.extent_id)
+            elif record.place is not None:
+                self._spill_foreign(record)
+        there = [record for record in self.index.covering(query) if record.on_disk]
+        return cover(there, query, stop)[1] >= stop
+
+    def forget_names(self, known_by: Sequence[str], is_needed: Callable[[Sequence[str]], bool]) -> int:
+        """Remove the copies on disk of extents with one of these names, unless they are needed; bytes of KV removed."""
+        removed = 0
+        for record in self.index.covering(Query((), tuple(BlockHash(name) for name in known_by))):
+            if self.disk is None or not record.on_disk or is_needed(names(record)):
+                continue
+            with self.lock:
+                self.index.set_on_disk(record.extent_id, False)
+                self._note_gone(stored(record).name)
+                if self.disk.remove(stored(record).name):
+                    removed += self.layout.num_bytes(even(record.num_tokens))
+        return removed
+
+    def attach_disk(self, disk: DiskPool, *, writes_behind: bool, wants: Callable[[Sequence[str]], bool]) -> None:
+        """Put a tier below the pool that takes what ``wants`` says, and tell the index what is there."""
+        with self.lock:
+            disk.when_evicted(self._note_gone)
+            self.disk, self.writes_behind, self.wants = disk, writes_behind, wants
+            self.unsaved.update(dict.fromkeys(number for number, record in self.mine.items() if not record.on_disk))
+        self.announce_disk()
+
+    def detach_disk(self) -> None:
+        """Write what is wanted and not there yet, then forget the tier: the index must not promise what nobody can read."""
+        for extent_id in list(self.unsaved):
+            self.spill(extent_id)
+        with self.lock:
+            for record in self.index.records():
+                if record.on_disk:
+                    self.index.set_on_disk(record.extent_id, False)
+            for extent_id, record in self.mine.items():
+                self.mine[extent_id] = replace(record, on_disk=False)
+            self.unsaved.clear()
+            self.disk, self.writes_behind, self.wants = None, True, None
 
     def adopt(self, peer: Attached) -> None:
         """Take over what a dead owner left: copy it into our pool as far as room is free, then forget the owner."""
@@ -384,13 +439,13 @@ class ExtentStore:
         finally:
             self.index.unclaim(claim, self.pool.owner)
 
-    def transfer(self, sequence: TokenSequence, borders: Sequence[int]) -> Transfer:
-        """Bring everything that is known of a sequence into reach, and out of the memory of owners that are gone."""
+    def transfer(self, sequence: TokenSequence, borders: Sequence[int], total: int) -> Transfer:
+        """Bring what is known of the first ``total`` tokens into reach, and out of the memory of owners that are gone."""
         before = {record.extent_id: record.place for record in self.index.covering(self.query(sequence, borders))}
         for peer in self.peers.attached() if self.peers is not None else ():
             if not peer.is_alive():
                 self.adopt(peer)
-        match = self.match(sequence, len(sequence.token_ids), borders=borders)
+        match = self.match(sequence, total, borders=borders)
         self.release(match.receipt)
         by_way = dict.fromkeys(("local", "in_place", "copied", "fetched"), 0)
         for record, start, stop in match.parts:
@@ -402,7 +457,6 @@ class ExtentStore:
             else:
                 way = "local" if was.owner == self.pool.owner else "copied"
             by_way[way] += stop - start
-        total = len(sequence.token_ids)
         return Transfer(
             total,
             by_way["local"],
@@ -495,7 +549,7 @@ class ExtentStore:
                 if offset in ranges:
                     found.append(Finding("I8", f"{where} shares its bytes with extent {ranges[offset]}"))
                 ranges[offset] = record.extent_id
-                if not self.intact(record):
+                if not self.intact(self.mine.get(record.extent_id, record)):
                     found.append(Finding("I5", f"the bytes of {where} changed since they were published"))
             if self.disk is not None:
                 found += self.disk.check()
@@ -588,10 +642,10 @@ class ExtentStore:
             rows = self._own_rows(allocation, record.num_tokens)
             try:
                 if rows.device.type == "cpu":
-                    self.disk.read(stored(record), rows)
+                    found = self.disk.read(stored(record), rows)
                 else:
                     staged = torch.empty_like(rows, device="cpu")
-                    self.disk.read(stored(record), staged)
+                    found = self.disk.read(stored(record), staged)
                     rows.copy_(staged)
             except (KVMissing, IntegrityError) as error:
                 self.free(allocation)
@@ -599,7 +653,8 @@ class ExtentStore:
                 self.index.set_on_disk(record.extent_id, False)
                 _log.warning("an extent could not be read from disk and is computed again: %s", error)
                 raise Evicted(f"the copy of extent {record.extent_id} on disk is gone or damaged") from error
-            fetched = self._place(record, allocation)
+            # Two processes may have computed the same tokens to other bits; those of the file are what is here now.
+            fetched = self._place(replace(record, checksum=found.checksum), allocation)
             if fetched is None:
                 raise Evicted(f"extent {record.extent_id} was fetched by another process at the same moment")
             self.counts.fetches += 1
@@ -648,6 +703,28 @@ class ExtentStore:
         if self.disk is not None and not record.on_disk:
             self.unsaved[record.extent_id] = None
 
+    def _spill_foreign(self, record: ExtentRecord) -> None:
+        """Write an extent of another's pool to our disk."""
+        try:
+            self._bring(record)
+            rows = self.rows(record)
+            if self.disk is not None and self.disk.write(stored(record), rows):
+                self.counts.spills += 1
+            if self.is_live(record):  # what was written while its bytes changed hands is caught by its checksum
+                self.index.set_on_disk(record.extent_id, True)
+        except (KVMissing, _OutOfReach, MemoryError, OSError) as error:
+            self.counts.spill_failures += 1
+            self._warn_once("spill", f"an extent could not be written to disk and will be computed again: {error}")
+
+    def _note_gone(self, name: str) -> None:
+        """A copy on disk was removed: what is still in our pool may be written again."""
+        with self.lock:
+            for extent_id, record in self.mine.items():
+                if record.on_disk and stored(record).name == name:
+                    self.index.set_on_disk(extent_id, False)
+                    self._note(replace(record, on_disk=False))
+                    return
+
     def _forget(self, extent_id: int) -> None:
         self.mine.pop(extent_id, None)
         self.unsaved.pop(extent_id, None)
@@ -656,6 +733,11 @@ class ExtentStore:
         if kind not in self._warned:
             self._warned.add(kind)
             _log.warning("%s (said once; see stats())", message)
+
+
+def names(record: ExtentRecord) -> tuple[str, ...]:
+    """Every name by which an extent can be found."""
+    return (*record.hashes, record.end_id)
 
 
 def stored(record: ExtentRecord) -> StoredExtent:

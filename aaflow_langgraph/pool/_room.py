@@ -32,7 +32,7 @@ class Room:
         self._shelf = shelf
         self._token_bytes = token_bytes
         self._policy = policy
-        self._on_evict = on_evict
+        self.on_evict = on_evict
         self._lock = threading.Lock()
         self._promised_bytes = 0
         self._known_bytes = 0  # used when last listed, and written here since
@@ -64,7 +64,7 @@ class Room:
             for file in removed:
                 if file.endswith(EXTENT):
                     self.num_evictions += 1
-                    self._on_evict(file.removesuffix(EXTENT))
+                    self.on_evict(file.removesuffix(EXTENT))
 
     def _surely_fits(self, num_bytes: int) -> bool:
         fresh = time.monotonic() - self._listed_s < _LISTING_LASTS_S

@@ -85,6 +85,10 @@ class DiskPool:
         """What this namespace's files may take."""
         return 0 if self._shelf.closed else self._room.capacity_bytes
 
+    def when_evicted(self, call: Callable[[str], None]) -> None:
+        """Replace ``on_evict``: for who gets a pool that somebody else opened."""
+        self._room.on_evict = call
+
     @property
     def num_evictions(self) -> int:
         """Extents that this process removed to make room."""
