@@ -38,11 +38,14 @@ def _parser() -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="measure on this machine").add_subparsers(dest="bench", required=True)
     ttft = bench.add_parser("ttft", help="time to first token: reuse against re-prefill and against the bound")
     fork = bench.add_parser("fork", help="what a fork costs in time and bytes")
+    step = bench.add_parser(
+        "step", help="one decode step, on an empty cache and behind contexts, against the stock modules"
+    )
     index = bench.add_parser("index", help="operations of an index on Redis against a bare round trip to it")
     disk = bench.add_parser("disk", help="spill and fetch of the disk tier against plain writes and mapped reads")
     evict = bench.add_parser("evict", help="hit rates of eviction policies on traces, beside what could be hit")
     attach = bench.add_parser("attach", help="what it costs to reach KV that another process holds")
-    for command in (ttft, fork):
+    for command in (ttft, fork, step):
         command.add_argument("--model", default=None, help="hub id or directory (default: the demo model)")
         command.add_argument("--dtype", default="auto", help="float32, bfloat16, float16 or auto (the checkpoint's)")
         command.add_argument("--device", default="auto", help="cpu, cuda, cuda:N or auto")
@@ -51,6 +54,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     ttft.add_argument("--rounds", type=_rounds, default=5, help="interleaved rounds, at least 5 (default 5)")
     fork.add_argument("--context", type=_count, default=8192, help="context tokens (default 8192, cut to the window)")
+    step.add_argument("--contexts", type=_counts, default=None, help="comma-separated; default 1024,7777")
+    step.add_argument("--rounds", type=_rounds, default=30, help="interleaved rounds, at least 5 (default 30)")
     index.add_argument("--index", default=None, metavar="URL", help="default: a private server for this run")
     index.add_argument("--rounds", type=_rounds, default=500, help="interleaved rounds, at least 5 (default 500)")
     attach.add_argument("--mib", type=_count, default=256, help="size of the pool (default 256)")
@@ -167,7 +172,7 @@ def _bench(arguments: argparse.Namespace) -> int:
     import transformers
 
     from aaflow_langgraph.assets import demo_model
-    from aaflow_langgraph.bench import fork, ttft
+    from aaflow_langgraph.bench import fork, step, ttft
     from aaflow_langgraph.engine.transformers import TransformersEngine
 
     engine = TransformersEngine.load(arguments.model or demo_model(), dtype=arguments.dtype, device=arguments.device)
@@ -179,6 +184,9 @@ def _bench(arguments: argparse.Namespace) -> int:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
+    if arguments.bench == "step":
+        step.report(step.run(engine, arguments.contexts, arguments.rounds), engine, arguments.rounds, versions)
+        return 0
     ttft.report(ttft.run(engine, arguments.contexts, arguments.rounds), engine, arguments.rounds, versions)
     return 0
 

@@ -82,11 +82,11 @@ def run(engine: TransformersEngine, contexts: Iterable[int] | None, rounds: int,
                 for new in NEW:
                     # Fresh new tokens every round: nothing but the context may be found in the cache.
                     tokens = torch.randint(0, engine.vocab_size, (new,), generator=generator).tolist()
-                    taken = {"reuse": _timed(partial(broker.first_logits, handle, tokens), engine.device)}
+                    taken = {"reuse": timed(partial(broker.first_logits, handle, tokens), engine.device)}
                     with engine.stock_attention():
-                        taken["prefill"] = _timed(partial(stock_forward, engine, ids[:context] + tokens), engine.device)
-                        taken["empty"] = _timed(partial(stock_forward, engine, tokens), engine.device)
-                    taken["read"] = _timed(lambda: memory.sum().item(), engine.device)
+                        taken["prefill"] = timed(partial(stock_forward, engine, ids[:context] + tokens), engine.device)
+                        taken["empty"] = timed(partial(stock_forward, engine, tokens), engine.device)
+                    taken["read"] = timed(lambda: memory.sum().item(), engine.device)
                     for leg, seconds in taken.items():
                         legs.setdefault((leg, new), []).append(seconds)
                     progress.advance(task)
@@ -167,7 +167,7 @@ def _row(context: int, new: int, prefill: list[float], reuse: list[float], bound
     )
 
 
-def _timed(body: Callable[[], object], device: torch.device) -> float:
+def timed(body: Callable[[], object], device: torch.device) -> float:
     """Seconds of ``body``, the device's queue included."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
