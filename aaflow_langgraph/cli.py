@@ -45,9 +45,11 @@ def _parser() -> argparse.ArgumentParser:
     disk = bench.add_parser("disk", help="spill and fetch of the disk tier against plain writes and mapped reads")
     evict = bench.add_parser("evict", help="hit rates of eviction policies on traces, beside what could be hit")
     attach = bench.add_parser("attach", help="what it costs to reach KV that another process holds")
-    for command in (ttft, fork, step):
+    share = bench.add_parser("share", help="what several processes of one host pay for one context")
+    for command in (ttft, fork, step, share):
         command.add_argument("--model", default=None, help="hub id or directory (default: the demo model)")
         command.add_argument("--dtype", default="auto", help="float32, bfloat16, float16 or auto (the checkpoint's)")
+    for command in (ttft, fork, step):
         command.add_argument("--device", default="auto", help="cpu, cuda, cuda:N or auto")
     ttft.add_argument(
         "--contexts", type=_counts, default=None, help="comma-separated; default 1024,4096,7777 and the longest"
@@ -56,6 +58,9 @@ def _parser() -> argparse.ArgumentParser:
     fork.add_argument("--context", type=_count, default=8192, help="context tokens (default 8192, cut to the window)")
     step.add_argument("--contexts", type=_counts, default=None, help="comma-separated; default 1024,7777")
     step.add_argument("--rounds", type=_rounds, default=30, help="interleaved rounds, at least 5 (default 30)")
+    share.add_argument("--context", type=_count, default=4096, help="shared tokens (default 4096, cut to the window)")
+    share.add_argument("--workers", type=_count, default=4, help="processes (default 4)")
+    share.add_argument("--rounds", type=_rounds, default=30, help="first attaches per worker, at least 5 (default 30)")
     index.add_argument("--index", default=None, metavar="URL", help="default: a private server for this run")
     index.add_argument("--rounds", type=_rounds, default=500, help="interleaved rounds, at least 5 (default 500)")
     attach.add_argument("--mib", type=_count, default=256, help="size of the pool (default 256)")
@@ -172,9 +177,13 @@ def _bench(arguments: argparse.Namespace) -> int:
     import transformers
 
     from aaflow_langgraph.assets import demo_model
-    from aaflow_langgraph.bench import fork, step, ttft
+    from aaflow_langgraph.bench import fork, share, step, ttft
     from aaflow_langgraph.engine.transformers import TransformersEngine
 
+    if arguments.bench == "share":  # its processes load the model
+        source = str(arguments.model or demo_model())
+        share.report(share.run(source, arguments.dtype, arguments.workers, arguments.context, arguments.rounds))
+        return 0
     engine = TransformersEngine.load(arguments.model or demo_model(), dtype=arguments.dtype, device=arguments.device)
     if arguments.bench == "fork":
         fork.report(fork.run(engine, arguments.context))
