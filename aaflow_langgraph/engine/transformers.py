@@ -12,6 +12,7 @@ import inspect
 import os
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Integral
@@ -363,9 +364,12 @@ class _FastRun(_Run):
     def __init__(self, engine: TransformersEngine, past: Sequence[Piece], tail: Tail, grid: int | None) -> None:
         super().__init__(engine, tail)
         self._past = Past(past, tail, grid)
+        me = weakref.proxy(
+            self
+        )  # no cycle: what is read in place must be let go with the run, not with the next collection
         self._cache = cache_adapter.as_cache(
             [
-                cache_adapter.FastLayer(layer, self._past.write, lambda: self.position)
+                cache_adapter.FastLayer(layer, self._past.write, lambda: me.position)
                 for layer in range(engine.layout.num_layers)
             ]
         )
@@ -398,9 +402,12 @@ class _UniversalRun(_Run):
             self._all[..., piece.start : piece.stop, :] = piece.kv
         if tail.length:
             self._all[..., tail.start : self.position, :] = tail.kv[..., : tail.length, :]
+        me = weakref.proxy(self)
         self._cache = cache_adapter.as_cache(
             [
-                cache_adapter.UniversalLayer(layer, self._update, lambda: self.position, is_sliding=sliding)
+                cache_adapter.UniversalLayer(
+                    layer, lambda *new: me._update(*new), lambda: me.position, is_sliding=sliding
+                )
                 for layer, sliding in enumerate(engine._sliding)
             ]
         )
