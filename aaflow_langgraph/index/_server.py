@@ -21,11 +21,9 @@ from redis.exceptions import MovedError, OutOfMemoryError, RedisError, ResponseE
 from aaflow_langgraph.errors import AAFlowError, IndexFull, IndexUnavailable, IntegrityError
 from aaflow_langgraph.index._lua import scripts
 
-_STUMBLED = (
-    "WRONGTYPE",
-    "not a valid float",
-    "attempt to ",
-)  # a key of another type, a value that is no number, a Lua error
+# A key of another type, a value that is no number, an error inside a script.
+_STUMBLED = ("WRONGTYPE", "not a valid float", "attempt to ")
+_MOVED = re.compile(r"MOVED \d+ (?P<host>\S+):(?P<port>\d{1,5})$")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
@@ -70,32 +68,35 @@ class Server:
         now = "" if self._clock is None else repr(float(self._clock()))
         try:
             return script(keys, (now, *arguments), self.client)
-        except MovedError as error:
-            return self._elsewhere(error, script, keys, (now, *arguments))
         except RedisConnectionError as error:
-            self._try_to_revive()
+            if self._revive is not None:
+                self._revive()
             raise explained(error) from error
         except RedisError as error:
-            raise explained(error) from error
+            target = _moved_to(error)
+            if target is None or self._follow is None:
+                raise explained(error) from error
+            return self._elsewhere(self._follow(*target), script, keys, (now, *arguments))
 
     def close(self) -> None:
         """Close every connection. Idempotent."""
         self.client.close()
         self.client.connection_pool.disconnect()
 
-    def _elsewhere(self, moved: MovedError, script: Script, keys: tuple[str, ...], arguments: tuple[Any, ...]) -> Any:
-        if self._follow is None:
-            raise explained(moved) from moved
+    def _elsewhere(self, client: redis.Redis, script: Script, keys: tuple[str, ...], arguments: tuple[Any, ...]) -> Any:
+        self.client = client  # others may still read from the old one, whose connections close with it
         try:
-            before, self.client = self.client, self._follow(moved.host, moved.port)
-            before.connection_pool.disconnect(inuse_connections=False)
-            return script(keys, arguments, self.client)
+            return script(keys, arguments, client)
         except RedisError as error:
             raise explained(error) from error
 
-    def _try_to_revive(self) -> None:
-        if self._revive is not None:
-            self._revive()
+
+def _moved_to(error: RedisError) -> tuple[str, int] | None:
+    """Where a cluster says that our slot lies now. Not every supported client knows the reply as an exception of its own."""
+    if isinstance(error, MovedError):
+        return str(error.host), int(error.port)
+    match = _MOVED.match(str(error))
+    return (match["host"], int(match["port"])) if match else None
 
 
 def key_names(namespace: str, names: tuple[str, ...]) -> tuple[str, ...]:

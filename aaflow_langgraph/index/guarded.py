@@ -86,10 +86,12 @@ class GuardedIndex:
     def put(self, record: ExtentRecord, epoch: int, lease_s: float) -> tuple[ExtentRecord, Receipt]:
         """As in the contract; ``IndexUnavailable`` in an outage, and where an entry of equal key cannot be read."""
         try:
-            return self._ask(lambda: self._index.put(record, epoch, lease_s))
+            kept = self._ask(lambda: self._index.put(record, epoch, lease_s))
         except IntegrityError as error:
             self._note_entry(error)
             raise IndexUnavailable(f"the index has an entry of equal key that cannot be used: {error}") from error
+        self._is_full = False
+        return kept
 
     def match(self, query: Query, limit: int, lease_s: float) -> Match:
         return self._or(Match((), 0, Receipt("", (), 0.0)), lambda: self._index.match(query, limit, lease_s))
