@@ -229,7 +229,7 @@ def test_namespaces_in_one_directory_do_not_see_each_other(tmp_path: Path) -> No
         carried = file_of(tmp_path / "kv", extent, other)
         carried.parent.mkdir()
         carried.write_bytes(file_of(tmp_path / "kv", extent).read_bytes())
-        with pytest.raises(IntegrityError, match="namespace"):
+        with pytest.raises(IntegrityError, match="belongs to namespace"):
             theirs.read(extent, empty(extent))
         assert_serves(mine, extent)
 
@@ -443,8 +443,11 @@ def test_a_header_that_lies_is_found_without_reading_the_kv(
         (4088).to_bytes(8, "little") + b"\xff" * 4088,
         (4088).to_bytes(8, "little") + b"1" * 4088 + b"\0" * 9000,
         b"no safetensors at all" * 500,
+        (8184).to_bytes(8, "little")
+        + b'{"__metadata__":{"format":"aaflow-langgraph extent","version":"1"},"kv":{},"token_ids":{"shape":[1'
+        + (b"0" * 4298 + b"]}}").ljust(8184 - 98),
     ],
-    ids=range(9),
+    ids=range(10),
 )
 def test_foreign_content_under_one_of_our_names_is_found(
     open_pool: Callable[..., DiskPool], tmp_path: Path, content: bytes
@@ -455,6 +458,16 @@ def test_foreign_content_under_one_of_our_names_is_found(
     path.write_bytes(content)
     assert [finding.invariant for finding in pool.check()] == ["I4"]
     with pytest.raises(IntegrityError):
+        pool.read(extent, empty(extent))
+
+
+def test_a_header_of_any_size_is_not_parsed(open_pool: Callable[..., DiskPool], tmp_path: Path) -> None:
+    pool, extent = open_pool(), extent_of(31)
+    pool.write(extent, kv_of(extent))
+    path = file_of(tmp_path / "kv", extent)
+    raw = path.read_bytes()
+    path.write_bytes(((2 << 20) - 8).to_bytes(8, "little") + raw[8:4096].ljust((2 << 20) - 8) + raw[4096:])
+    with pytest.raises(IntegrityError, match="with a header of 2097152"):
         pool.read(extent, empty(extent))
 
 
@@ -817,8 +830,10 @@ def test_foreign_files_are_reported_and_never_touched(open_pool: Callable[..., D
         directory / NAMESPACE / "zz",
         directory / "tmp" / "theirs",
         directory / NAMESPACE / extent.name[:2] / f"{extent.name}.safetensors.bak",
+        directory / NAMESPACE / ("00" if extent.name[:2] != "00" else "01") / f"{extent.name}.safetensors",
     ]
     for path in foreign:
+        path.parent.mkdir(exist_ok=True)
         path.write_text("mine")
     extents, findings = found_by(pool)
     assert extents == {extent}
@@ -827,7 +842,7 @@ def test_foreign_files_are_reported_and_never_touched(open_pool: Callable[..., D
     )
     assert {finding.invariant for finding in pool.check()} == {"I11"}
     assert pool.sweep() == []
-    assert [path.read_text() for path in foreign] == ["mine"] * 4
+    assert [path.read_text() for path in foreign] == ["mine"] * 5
 
 
 def test_a_closed_pool_says_so_and_gives_its_descriptors_back(open_pool: Callable[..., DiskPool]) -> None:
@@ -893,6 +908,17 @@ def test_a_full_disk_is_a_typed_error_that_leaves_nothing(small_disk: Path) -> N
             assert_serves(pool, extent)
         pool.remove(extents[0].name)
         assert pool.write(extents[4], kv_of(extents[4]))
+
+
+def test_a_disk_that_is_known_to_be_too_full_is_not_written_at_all(
+    open_pool: Callable[..., DiskPool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool, extent = open_pool(), extent_of(261)
+    monkeypatch.setattr(pool._shelf, "_free_bytes", lambda: size_of(extent) - 1)
+    with pytest.raises(CapacityError, match=f"{size_of(extent)} bytes asked, {size_of(extent) - 1} free"):
+        pool.write(extent, kv_of(extent))
+    monkeypatch.setattr(pool._shelf, "_free_bytes", lambda: size_of(extent))
+    assert pool.write(extent, kv_of(extent))
 
 
 def test_a_disk_that_fills_up_in_the_middle_of_a_write_leaves_nothing(
