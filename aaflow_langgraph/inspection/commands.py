@@ -13,7 +13,7 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.live import Live
 
-from aaflow_langgraph.inspection.table import size, tables
+from aaflow_langgraph.inspection.table import printable, size, tables
 from aaflow_langgraph.inspection.view import MEMORY, Outside, document
 
 Form = Literal["table", "json", "watch", "prometheus"]
@@ -32,7 +32,7 @@ def inspect(index: str, disk: str | None, form: Form) -> int:
         elif form == "watch":
             _watch(outside)
         else:
-            Console().print(tables(outside.look()))
+            _console().print(tables(outside.look()))
     return 0
 
 
@@ -46,14 +46,14 @@ def check(index: str, disk: str | None, *, payloads: bool, as_json: bool) -> int
         _print_json(checked.document())
     else:
         for found in checked.findings:
-            sys.stdout.write(f"{found.invariant}  {found.where}: {found.what}\n")
+            _print(f"{found.invariant}  {found.where}: {found.what}")
         for found in checked.in_transition:
-            sys.stdout.write(f"in transition  {found.where}: {found.what}\n")
+            _print(f"in transition  {found.where}: {found.what}")
         for note in checked.notes:
-            sys.stdout.write(f"note  {note}\n")
-        sys.stdout.write(
+            _print(f"note  {note}")
+        _print(
             f"{len(checked.findings)} findings, {len(checked.in_transition)} in transition; looked at "
-            f"{checked.num_extents} extents and {checked.num_files} files\n"
+            f"{checked.num_extents} extents and {checked.num_files} files"
         )
     return 1 if checked.findings else 0
 
@@ -71,21 +71,29 @@ def gc(index: str, disk: str | None, *, apply: bool, quarantine: bool, run_dir: 
         _print_json(cleaned.document())
         return 0
     for step in cleaned.removed:
-        sys.stdout.write(f"{'removed' if apply else 'would remove'}  {step.what} ({size(step.num_bytes)})\n")
+        _print(f"{'removed' if apply else 'would remove'}  {step.what} ({size(step.num_bytes)})")
     num_bytes = sum(step.num_bytes for step in cleaned.removed)
     end = "" if apply or not cleaned.removed else "; --apply does it"
-    sys.stdout.write(f"{len(cleaned.removed)} things, {size(num_bytes)}{end}\n")
+    _print(f"{len(cleaned.removed)} things, {size(num_bytes)}{end}")
     return 0
 
 
 def _watch(outside: Outside) -> None:
     try:
-        with Live(tables(outside.look()), auto_refresh=False) as live:
+        with Live(tables(outside.look()), console=_console(), auto_refresh=False) as live:
             while True:
                 time.sleep(WATCH_S)
                 live.update(tables(outside.look()), refresh=True)
     except KeyboardInterrupt:
         return
+
+
+def _console() -> Console:
+    return Console(markup=False, highlight=False)  # names from outside are no markup
+
+
+def _print(line: str) -> None:
+    sys.stdout.write(printable(line) + "\n")
 
 
 def _print_json(document: dict[str, Any]) -> None:

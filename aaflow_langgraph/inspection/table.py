@@ -37,9 +37,9 @@ def tables(seen: Sequence[Seen]) -> RenderableType:
             for owner in one["owners"]:
                 left_s = owner["lease_left_s"]
                 owners.add_row(
-                    owner["owner"][:12],
+                    printable(owner["owner"][:12]),
                     Text(owner["condition"], style=_STYLES[owner["condition"]]),
-                    " ".join(str(part) for part in (owner["pid"], owner["process"]) if part),
+                    printable(" ".join(str(part) for part in (owner["pid"], owner["process"]) if part)),
                     "none" if left_s is None else f"{left_s:.1f} s",
                     f"{owner['num_extents']:,}",
                     size(owner["used_bytes"]) if owner["capacity_bytes"] else "",
@@ -55,6 +55,11 @@ def tables(seen: Sequence[Seen]) -> RenderableType:
             extents.add_row(name, f"{summed['num_extents']:,}", f"{summed['num_tokens']:,}", size(summed["num_bytes"]))
         blocks.append(extents)
     return Group(*blocks)
+
+
+def printable(text: str) -> str:
+    """Names from outside, as they may be written to a terminal: no control characters, no bytes that are no text."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def size(num_bytes: int) -> str:

@@ -118,11 +118,19 @@ class Inventory:
         return self._sizes("quarantine", lambda _, name: _QUARANTINED.fullmatch(name) is not None)
 
     def remove_leftover(self, name: str) -> bool:
-        """Remove an unfinished file whose writer is gone; False when there is none of that name any more."""
+        """Remove an unfinished file whose writer is gone; False when there is none of that name any more.
+
+        Raises:
+            ConfigError: The system refuses it. Way out: fail.
+        """
         return name in self.leftovers() and self._unlink("tmp", name)
 
     def remove_quarantined(self, name: str) -> bool:
-        """Remove a damaged file for good; False when there is none of that name any more."""
+        """Remove a damaged file for good; False when there is none of that name any more.
+
+        Raises:
+            ConfigError: The system refuses it. Way out: fail.
+        """
         return name in self.quarantined() and self._unlink("quarantine", name)
 
     def _files(self, namespace: str) -> Iterator[tuple[int, str, int]]:
@@ -149,10 +157,14 @@ class Inventory:
         return found
 
     def _unlink(self, place: str, name: str) -> bool:
-        with self._opened(self._root, place) as folder, contextlib.suppress(FileNotFoundError):
-            os.unlink(name, dir_fd=folder)
-            return True
-        return False
+        try:
+            with self._opened(self._root, place) as folder:
+                os.unlink(name, dir_fd=folder)
+        except FileNotFoundError:  # somebody else cleans up too
+            return False
+        except OSError as error:
+            raise ConfigError(f"{self.directory}/{place}/{name} cannot be removed: {error.strerror}") from error
+        return True
 
     @contextlib.contextmanager
     def _opened(self, parent: int, name: str) -> Iterator[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -316,6 +317,34 @@ def test_foreign_files_are_found_and_never_removed(site: Site) -> None:
     assert sum("notes.txt" in one for one in found) == 4  # what lies in the run directory is nobody's concern
     site.json("gc", "--run-dir", "--quarantine", "--apply")
     assert all(stranger.read_text() == "mine" for stranger in strangers)
+
+
+def test_names_from_outside_reach_a_terminal_as_text_only(site: Site) -> None:
+    site.worker()
+    (site.disk / os.fsdecode(b"\xff\x1b[2J")).write_text("mine")
+    with site.server.client() as client:
+        client.hset(site.keys("owners"), b"[/bold]\x1b]0;x\x07", b"1 99999999999")
+    assert r"\udcff\x1b[2J is none of ours" in site.run("check")[1]
+    for command in ("inspect", "check", "gc"):
+        shown = site.run(command)[1]
+        assert "\x1b" not in shown
+        assert "\x07" not in shown
+    assert "[/bold]" in site.run("inspect")[1]
+    site.run("inspect", "--prometheus")
+
+
+def test_what_cannot_be_removed_is_one_line_and_exit_status_2(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    _unfinished_file(site)
+    unlink = os.unlink
+
+    def refuse(name: Any, **options: Any) -> None:
+        if str(name).endswith("0.tmp"):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        unlink(name, **options)
+
+    monkeypatch.setattr(os, "unlink", refuse)
+    assert main(["gc", "--disk", str(site.disk), "--apply"]) == 2
+    assert "cannot be removed: Read-only file system" in site.capsys.readouterr().err
 
 
 def test_a_file_that_no_extent_names_is_found(site: Site) -> None:
