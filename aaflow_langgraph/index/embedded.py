@@ -71,9 +71,13 @@ class EmbeddedServer:
             IndexUnavailable: It does not start. Way out: retry.
         """
         with self._lock:
-            if self._users is not None:
+            if self._users is None:
+                return
+            try:
                 with self._starting():
                     self._start_unless_it_answers()
+            except ConfigError as error:  # its directory went: a running graph goes on without an index
+                raise IndexUnavailable(f"the embedded server cannot be started again: {error}") from error
 
     def close(self) -> None:
         """Leave; the last one stops the server. Idempotent."""
@@ -81,16 +85,12 @@ class EmbeddedServer:
             users, self._users = self._users, None
             if users is None:
                 return
-            if os.getpid() != self._pid:
-                os.close(users)  # the lock is shared with the process that we were forked from, and is its to give up
-                return
-            with self._starting():
-                try:
-                    fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    os.close(users)  # of several users, or the watcher was faster
-                    return
-                self._stop()
+            try:
+                # A lock is shared with a process that we were forked from, and is its to give up.
+                if os.getpid() == self._pid:
+                    with contextlib.suppress(ConfigError), self._starting():  # a directory that is gone needs nothing
+                        self._stop_if_last(users)
+            finally:
                 os.close(users)
 
     def _start_unless_it_answers(self) -> None:
@@ -131,7 +131,11 @@ class EmbeddedServer:
         except RedisConnectionError:
             return False
 
-    def _stop(self) -> None:
+    def _stop_if_last(self, users: int) -> None:
+        try:
+            fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return  # there are others, or the watcher was faster
         with contextlib.suppress(RedisError), self._client() as client:
             client.shutdown(nosave=True)
         _wait(lambda: not self.socket.exists())

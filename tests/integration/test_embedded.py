@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -151,6 +152,18 @@ def test_a_server_that_crashed_is_started_again_by_the_next_call(folder: Path) -
     index.close()
     assert other.owners() == {}
     other.close()
+
+
+def test_a_directory_that_was_removed_is_an_outage(folder: Path) -> None:
+    """Not a wrong setting: a graph is running."""
+    index = open_index(f"embedded://{folder}", NAMESPACE)
+    (pid,) = server_pids(folder)
+    shutil.rmtree(folder)
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: server_pids(folder) == [], "it is gone")
+    with pytest.raises(IndexUnavailable):
+        index.owners()
+    index.close()
 
 
 def test_a_forked_child_that_closes_does_not_stop_its_parents_server(folder: Path) -> None:
