@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from rich.console import Console
@@ -18,6 +19,8 @@ from aaflow_langgraph.inspection.view import MEMORY, Outside, document
 
 Form = Literal["table", "json", "watch", "prometheus"]
 WATCH_S = 1.0
+SHOWN = 50
+"""Lines of a kind that people are shown."""
 
 
 def inspect(index: str, disk: str | None, form: Form) -> int:
@@ -45,10 +48,8 @@ def check(index: str, disk: str | None, *, payloads: bool, as_json: bool) -> int
     if as_json:
         _print_json(checked.document())
     else:
-        for found in checked.findings:
-            _print(f"{found.invariant}  {found.where}: {found.what}")
-        for found in checked.in_transition:
-            _print(f"in transition  {found.where}: {found.what}")
+        _print_some([f"{found.invariant}  {found.where}: {found.what}" for found in checked.findings])
+        _print_some([f"in transition  {found.where}: {found.what}" for found in checked.in_transition])
         for note in checked.notes:
             _print(f"note  {note}")
         _print(
@@ -94,6 +95,13 @@ def _console() -> Console:
 
 def _print(line: str) -> None:
     sys.stdout.write(printable(line) + "\n")
+
+
+def _print_some(lines: Sequence[str]) -> None:
+    for line in lines[:SHOWN]:
+        _print(line)
+    if len(lines) > SHOWN:
+        _print(f"... and {len(lines) - SHOWN} more; --json has all of them")
 
 
 def _print_json(document: dict[str, Any]) -> None:

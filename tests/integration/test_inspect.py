@@ -319,6 +319,19 @@ def test_foreign_files_are_found_and_never_removed(site: Site) -> None:
     assert all(stranger.read_text() == "mine" for stranger in strangers)
 
 
+def test_of_many_findings_people_are_shown_some_and_programs_all(site: Site) -> None:
+    site.worker()
+    for number in range(120):
+        (site.disk / f"{number:03}.txt").write_text("mine")
+    assert len(site.findings()) == 120
+    shown = site.run("check")[1].splitlines()
+    assert shown[-2:] == [
+        "... and 70 more; --json has all of them",
+        "120 findings, 0 in transition; looked at 2 extents and 2 files",
+    ]
+    assert len(shown) == 52
+
+
 def test_names_from_outside_reach_a_terminal_as_text_only(site: Site) -> None:
     site.worker()
     (site.disk / os.fsdecode(b"\xff\x1b[2J")).write_text("mine")
