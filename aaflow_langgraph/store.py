@@ -30,6 +30,7 @@ from aaflow_langgraph.errors import (
 from aaflow_langgraph.evict.base import Policy
 from aaflow_langgraph.hashing import block_hashes, prefix_id
 from aaflow_langgraph.index.base import ExtentRecord, Index, Match, Place, Query, cover
+from aaflow_langgraph.index.guarded import GuardedIndex
 from aaflow_langgraph.lease import Leases
 from aaflow_langgraph.model import BLOCK_TOKENS, BlockHash, Finding, KVLayout, Receipt
 from aaflow_langgraph.pool.arena import Allocation
@@ -126,6 +127,8 @@ class ExtentStore:
         self._fetching: dict[int, threading.Lock] = {}
         self._pinned: set[int] = set()
         self._epoch = 0
+        self._is_announced = True
+        self._num_outages = 0
         self._warned: set[str] = set()
         if disk is not None:
             disk.when_evicted(self._note_gone)
@@ -148,19 +151,23 @@ class ExtentStore:
         query = self.query(sequence, borders, canonical=canonical)
         for _ in range(_MAX_TRIES):
             match = self.index.match(query, limit, self.leases.lease_s)
+            # Held from now on: bringing it here may take longer than a lease, and a pool that is read is not detached.
+            self.leases.hold(match.receipt, [record for record, _, _ in match.parts])
             parts = []
             try:
                 for record, start, stop in match.parts:
                     parts.append((self._bring(record), start, stop))
             except KVMissing:  # the index knows by now: ask again
-                self.index.release(match.receipt)
+                self.leases.release(match.receipt)
                 continue
             except _OutOfReach as reason:
                 _log.info("a lookup ends early: %s", reason)
-                self.index.release(match.receipt)
+                self.leases.release(match.receipt)
                 limit = parts[-1][2] if parts else 0
                 continue
-            self.leases.hold(match.receipt, [record for record, _, _ in parts])
+            except BaseException:
+                self.leases.release(match.receipt)
+                raise
             return replace(match, parts=tuple(parts))
         return self.index.match(query, 0, self.leases.lease_s)
 
@@ -272,7 +279,7 @@ class ExtentStore:
             for _ in range(_MAX_TRIES):
                 try:
                     kept, receipt = self._put(record)
-                except IndexUnavailable:
+                except (IndexUnavailable, Fenced):
                     return None
                 if kept.place == record.place:
                     self._note(replace(kept, token_ids=record.token_ids))
@@ -476,12 +483,18 @@ class ExtentStore:
             self.counts.lost_receipts += swept.num_leases
 
     def beat(self) -> None:
-        """Tell the index that we live; announce everything again when it forgot us (it was flushed, or we stood still)."""
-        if not self.index.heartbeat(self.pool.owner, self._epoch, OWNER_LEASE_S):
-            try:
-                self.announce()
-            except IndexUnavailable:
-                return  # the next beat tries again
+        """Tell the index that we live; announce everything again when it forgot us (it was flushed, or we stood still), or
+        when it was away: nobody knows which of the last calls it still took.
+        """
+        num_outages = self.index.num_outages if isinstance(self.index, GuardedIndex) else 0
+        is_known = self.index.heartbeat(self.pool.owner, self._epoch, OWNER_LEASE_S)
+        if is_known and self._is_announced and num_outages == self._num_outages:
+            return
+        try:
+            self.announce()
+        except IndexUnavailable:
+            return  # the next beat tries again
+        self._num_outages = num_outages
 
     def announce(self) -> None:
         """Join, and publish again what our pool and the disk hold.
@@ -490,6 +503,7 @@ class ExtentStore:
             IndexUnavailable: Way out: retry.
         """
         with self.lock:
+            self._is_announced = False
             self._join()
             for record in list(self.mine.values()):
                 kept, receipt = self.index.put(replace(record, parent=None), self._epoch, OWNER_LEASE_S)
@@ -503,6 +517,7 @@ class ExtentStore:
                     self._note(replace(kept, token_ids=record.token_ids))
             self.counts.announcements += 1
         self.announce_disk()
+        self._is_announced = True
 
     def announce_disk(self) -> None:
         """Tell the index what is on disk."""
