@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 from aaflow_langgraph.errors import AAFlowError
 from aaflow_langgraph.evict.base import Policy
@@ -92,8 +93,8 @@ class Keeper:
                 continue
             if store.index.records(peer.owner):
                 store.adopt(peer)
-            elif not store.leases.reads_from(peer.owner) and store.peers is not None:
-                store.peers.detach(peer.owner)
+            elif store.peers is not None:
+                store.leases.unless_read(peer.owner, partial(store.peers.detach, peer.owner))
 
     def _lower(self) -> None:
         """Make room before somebody asks for it, without losing anything."""

@@ -75,10 +75,11 @@ class Leases:
             except LeaseExpired:
                 continue  # its request finds out after its forward, before a token is shown
 
-    def reads_from(self, owner: str) -> bool:
-        """Does a running request read from the pool of ``owner``?"""
+    def unless_read(self, owner: str, action: Callable[[], None]) -> None:
+        """Run ``action`` if no running request reads from the pool of ``owner``; none begins to meanwhile."""
         with self._lock:
-            return any(owner in held.owners for held in self._held.values())
+            if not any(owner in held.owners for held in self._held.values()):
+                action()
 
     def _renew(self, held: _Held) -> None:
         now = self._clock()  # before the call: a slow answer must not make the lease look younger than it is
