@@ -60,10 +60,6 @@ class _Product:
         result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(states, self.packed, self.bias, "none", [], "")
         return result
 
-    def pack(self) -> None:
-        """Copy the weight as it is now."""
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight)
-
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
@@ -110,7 +106,8 @@ class LeanForward:
         blocks = self._child(decoder, "layers", nn.ModuleList)
         config = decoder.config
         self._num_heads, self._num_kv_heads = int(config.num_attention_heads), int(config.num_key_value_heads)
-        self._head_dim, self._scale = int(blocks[0].self_attn.head_dim), float(blocks[0].self_attn.scaling)
+        first = self._child(self._child(blocks, "0", self._kind("DecoderLayer")), "self_attn", self._kind("Attention"))
+        self._head_dim, self._scale = int(first.head_dim), float(first.scaling)
         self._eps = float(norm.variance_epsilon)
         if len(blocks) != config.num_hidden_layers or embedding.max_norm is not None or self._head_dim % 2:
             raise _NoFit
@@ -134,6 +131,7 @@ class LeanForward:
         fits = self._like == (torch.bfloat16, torch.device("cpu")) and num_bytes <= PACKED_BYTES
         if fits and torch.ops.mkldnn._is_mkldnn_bf16_supported():
             self.packed_bytes = num_bytes
+            self._pack()
 
     def ready(self) -> bool:
         """Nothing has come between the modules and their weights since: no hook, adapter, other module or other weight.
@@ -143,12 +141,8 @@ class LeanForward:
         tensors = [tensors[name] for tensors, name in self._weights]
         if self._altered() or [tensor.data_ptr() for tensor in tensors] != self._addresses:
             return False
-        if self.packed_bytes:
-            versions = [tensor._version for tensor in tensors]
-            if versions != self._versions:
-                self._versions = versions
-                for product in self._products:
-                    product.pack()
+        if self.packed_bytes and [tensor._version for tensor in tensors] != self._versions:
+            self._pack()
         return True
 
     @torch.inference_mode()
@@ -244,6 +238,12 @@ class LeanForward:
     def _kind(self, suffix: str) -> type:
         kind: type = getattr(_FAMILIES[self._family], self._family + suffix)
         return kind
+
+    def _pack(self) -> None:
+        """Copy all matrices as they are now."""
+        self._versions = [tensors[name]._version for tensors, name in self._weights]
+        for product in self._products:
+            product.packed = torch.ops.mkldnn._reorder_linear_weight(product.weight)
 
     def _altered(self) -> bool:
         """Is there a hook, a replaced ``forward`` or a replaced module?"""

@@ -256,6 +256,7 @@ NOT_RECOGNISED: dict[str, Callable[[], PreTrainedModel]] = {
     "another activation": lambda: tiny.model("llama", hidden_act="gelu"),
     "training": changed(lambda model: model.train()),
     "replaced module": changed(swap_linear),
+    "replaced layer": changed(lambda m: m.model.layers.__setitem__(0, nn.Identity())),
     "replaced forward": changed(replace_forward),
     "hook": changed(hook),
     "parametrised": changed(lambda m: nn.utils.parametrizations.weight_norm(m.model.layers[0].mlp.up_proj)),
