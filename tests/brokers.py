@@ -5,6 +5,7 @@ Not a test itself. Sockets and caches are the test's own: every worker gets a pr
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -15,12 +16,25 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import pytest
 import torch
+from langgraph.graph import END, START, StateGraph
+from typing_extensions import TypedDict
 
-from aaflow_langgraph import KVBroker, Sampling, TransformersEngine, inflight, keeper, store
+from aaflow_langgraph import (
+    KVBroker,
+    KVChannel,
+    KVHandle,
+    Sampling,
+    TransformersEngine,
+    generate_node,
+    inflight,
+    keeper,
+    prefill_node,
+    store,
+)
 from aaflow_langgraph.model import Receipt
 from tests import tiny
 from tests.oracle import stock_of
@@ -145,6 +159,14 @@ class Commands:
         made = self.broker.generate(prompt, parent=handle, raw=True, sampling=sampling, on_token=on_token)
         return made.token_ids
 
+    def work(self, ids: list[int], more: list[int], count: int) -> tuple[int, ...]:
+        """What a chain does: a context, something behind it, an answer."""
+        return self.generate(self.append(self.materialize(ids), more), count)
+
+    def chain(self, question: str, *, pause: bool = False) -> tuple[str, str]:
+        """A graph retrieve -> plan -> reason on ``DOCS``; stands still behind ``retrieve`` if told to. See ``run_chain``."""
+        return run_chain(self.broker, question, (lambda: self._pause("between nodes")) if pause else (lambda: None))
+
     def transfer(self, handle: dict[str, Any]) -> dict[str, Any]:
         return asdict(self.broker.transfer(handle))
 
@@ -194,6 +216,10 @@ class Commands:
         real_ns = time.time_ns
         time.time_ns = lambda: real_ns() + int(seconds * 1e9)
 
+    def beat(self) -> None:
+        """What the background does now and then; for workers whose constants make it do so never."""
+        self.broker._store.beat()
+
     def pause_in(self, part: str, method: str) -> None:
         """The next call of a method of the store's ``pool``, ``index``, ``disk`` or ``peers`` stands still before it runs."""
         owner = getattr(self.broker._store, part)
@@ -216,6 +242,10 @@ class Commands:
 
         setattr(owner, method, hangs)
 
+    def collect_no_cycles(self) -> None:
+        """From now on only what nobody refers to goes away."""
+        gc.disable()
+
     def num_descriptors(self) -> int:
         return len(os.listdir("/proc/self/fd"))
 
@@ -226,6 +256,40 @@ class Commands:
     def _pause(self, where: str) -> None:
         self._pipe.send(("paused", where))
         assert self._pipe.recv() == "go on"
+
+
+class _State(TypedDict):
+    question: str
+    docs: Annotated[KVHandle, KVChannel]
+    plan: Annotated[KVHandle, KVChannel]
+    answer: str
+
+
+DOCS = "Berlin is the capital of Germany. Paris is the capital of France. " * 10
+
+
+def run_chain(broker: KVBroker, question: str, between: Callable[[], object] = lambda: None) -> tuple[str, str]:
+    """The name of everything that a graph said up to its plan, and its answer."""
+
+    def gap(state: _State) -> dict[str, Any]:
+        between()
+        return {}
+
+    few = Sampling(max_tokens=4)
+    builder = StateGraph(_State)
+    builder.add_node("retrieve", prefill_node(broker, lambda state: DOCS, writes="docs"))
+    builder.add_node("gap", gap)
+    builder.add_node("plan", generate_node(broker, "Plan: {question}", reads="docs", writes="plan", sampling=few))
+    builder.add_node(
+        "reason", generate_node(broker, "Answer: {question}", reads="plan", text_to="answer", sampling=few)
+    )
+    builder.add_edge(START, "retrieve")
+    builder.add_edge("retrieve", "gap")
+    builder.add_edge("gap", "plan")
+    builder.add_edge("plan", "reason")
+    builder.add_edge("reason", END)
+    result = builder.compile().invoke({"question": question})
+    return result["plan"].kv_id, result["answer"]
 
 
 class _Warnings(logging.Handler):
@@ -318,3 +382,23 @@ def wait_until_saved(worker: BrokerWorker) -> None:
 def num_pool_bytes(num_tokens: int) -> int:
     """What an extent of the tiny model takes: keys and values of 3 layers, 2 heads, 16 wide, fp32; whole pages."""
     return -(-num_tokens * 3 * 2 * 2 * 16 * 4 // 4096) * 4096
+
+
+def places(server: RealServer) -> set[str]:
+    """Pools that the index says hold something."""
+    with server.client() as client:
+        keys = client.keys("aaflow:*:owned")
+        return {member.split()[0].decode() for key in keys for member in client.zrange(key, 0, -1)}
+
+
+def owners(server: RealServer) -> set[str]:
+    """Pools whose owners the index knows."""
+    with server.client() as client:
+        return {name.decode() for key in client.keys("aaflow:*:owners") for name in client.hkeys(key)}
+
+
+def kinds_of_keys(server: RealServer) -> set[str]:
+    """What the index keeps on the server besides recipes, which outlive their makers on purpose."""
+    with server.client() as client:
+        found = {key.rpartition(b":")[2].decode() for key in client.keys("aaflow:*")}
+    return found - {"recipes", "recipe_deadlines"}

@@ -14,7 +14,10 @@ from tests.brokers import (  # noqa: F401
     Host,
     cold,
     host,
+    kinds_of_keys,
     num_pool_bytes,
+    owners,
+    places,
     server,
     wait_until_saved,
 )
@@ -25,26 +28,6 @@ IDS = tiny.words(700, seed=1)
 OTHERS = tiny.words(700, seed=2)
 NUM_BYTES = num_pool_bytes(700)
 NUM_NEW = 5
-
-
-def places(server: RealServer) -> set[str]:
-    """Pools that the index says hold something."""
-    with server.client() as client:
-        keys = client.keys("aaflow:*:owned")
-        return {member.split()[0].decode() for key in keys for member in client.zrange(key, 0, -1)}
-
-
-def owners(server: RealServer) -> set[str]:
-    """Pools whose owners the index knows."""
-    with server.client() as client:
-        return {name.decode() for key in client.keys("aaflow:*:owners") for name in client.hkeys(key)}
-
-
-def kinds_of_keys(server: RealServer) -> set[str]:
-    """What the index keeps on the server besides recipes, which outlive their makers on purpose."""
-    with server.client() as client:
-        found = {key.rpartition(b":")[2].decode() for key in client.keys("aaflow:*")}
-    return found - {"recipes", "recipe_deadlines"}
 
 
 def end(worker: BrokerWorker, how: str) -> None:
