@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from aaflow_langgraph.broker import KVBroker as KVBroker
+    from aaflow_langgraph.checkpoint.saver import KVCheckpointSaver as KVCheckpointSaver
     from aaflow_langgraph.engine.sampling import Sampling as Sampling
     from aaflow_langgraph.engine.transformers import TransformersEngine as TransformersEngine
     from aaflow_langgraph.errors import AAFlowError as AAFlowError
@@ -29,6 +30,7 @@ _HOMES = {
     "KVBranches": "graph.channels",
     "KVBroker": "broker",
     "KVChannel": "graph.channels",
+    "KVCheckpointSaver": "checkpoint.saver",
     "KVHandle": "handle",
     "Sampling": "engine.sampling",
     "TransformersEngine": "engine.transformers",

@@ -18,6 +18,7 @@ AAFlowError                         .recovery
 |  `- PoolExhausted                            asked, free, pinned, evictable: all in the message
 |- IndexUnavailable(ConnectionError) retry    the index does not answer
 |  `- IndexFull                                its server is out of memory: it reads and forgets, but takes nothing new
+|- PersistenceError(OSError)        fail       a checkpoint's recipes cannot be written: it would promise what it cannot keep
 |- Cancelled(RuntimeError)          fail       the caller cancelled a generation
 `- IntegrityError(RuntimeError)     fail       bytes or records that contradict each other: quarantine, never serve
 ```
@@ -110,6 +111,12 @@ class IndexUnavailable(AAFlowError, ConnectionError):
 
 class IndexFull(IndexUnavailable):
     """The index' server is out of memory: it answers and forgets, but takes nothing new."""
+
+
+class PersistenceError(AAFlowError, OSError):
+    """The recipes of a checkpoint cannot be written or read, so the checkpoint was not stored. An ``OSError``, which LangGraph
+    does not retry: a full disk is as full a moment later.
+    """
 
 
 class Cancelled(AAFlowError, RuntimeError):

@@ -15,6 +15,7 @@ PUBLIC = [
     "KVBranches",
     "KVBroker",
     "KVChannel",
+    "KVCheckpointSaver",
     "KVHandle",
     "Sampling",
     "TransformersEngine",

@@ -1,0 +1,277 @@
+"""What a saver owes to the handles in its checkpoints: their recipes, as far as wanted their tensors, and an end of both.
+
+Knows brokers, the manifest and a disk pool; knows no LangGraph saver. All of it is synchronous and may wait for a disk.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from aaflow_langgraph.broker import KVBroker
+from aaflow_langgraph.checkpoint.sidecar import Key, RecipeRow, Reference, Sidecar, Slot
+from aaflow_langgraph.errors import (
+    AAFlowError,
+    CapacityError,
+    ConfigError,
+    IncompatibleHandle,
+    IntegrityError,
+    PersistenceError,
+    RecipeMissing,
+)
+from aaflow_langgraph.handle import KVHandle
+from aaflow_langgraph.model import Recipe
+from aaflow_langgraph.pool._recipe_file import decode, encode
+from aaflow_langgraph.pool.disk import DiskPool
+
+Durability = Literal["recipe", "evict", "sync", "async"]
+
+EXTENTS_BYTES = 16 << 30
+"""The most that the tensors of one model may take beside a saver; those used least recently go first. A broker that was
+opened with ``disk=`` keeps them there instead, by its own ``disk_bytes``."""
+
+_MAX_TRIES = 4
+_log = logging.getLogger("aaflow_langgraph")
+
+
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """How a recipe's file becomes the ``(type, body)`` of a row, and back: plain, or through a saver's cipher."""
+
+    dumps: Callable[[bytes], tuple[str, bytes]]
+    loads: Callable[[tuple[str, bytes]], bytes]
+
+
+class Ledger:
+    """Thread-safe. One per open saver; several may share a directory.
+
+    Raises:
+        ConfigError: The directory cannot hold a manifest or extents. Way out: fail.
+    """
+
+    def __init__(self, directory: Path, brokers: Sequence[KVBroker], durability: Durability, codec: Codec) -> None:
+        self.sidecar = Sidecar(directory / "manifest.sqlite")
+        self.num_tensor_failures = 0
+        self._brokers = {broker.namespace.digest: broker for broker in brokers}
+        self._durability = durability
+        self._codec = codec
+        self._lock = threading.Lock()
+        self._said: set[str] = set()
+        self._handles: dict[str, KVHandle] = {}
+        """Handles of this session whose tensors are not known to be on disk."""
+        self._disks: dict[str, DiskPool] = {}
+        self._undo = ExitStack()
+        self._undo.callback(self.sidecar.close)
+        try:
+            self.forget(self.sidecar.drop_orphans())
+            for broker in brokers:
+                self._attach(broker, directory / "extents")
+        except BaseException:
+            self._undo.close()
+            raise
+
+    def close(self) -> None:
+        """Write the tensors that are wanted, then let the brokers go. Idempotent."""
+        if self._durability != "recipe":
+            self._persist(list(self._handles.values()))
+        self._undo.close()
+
+    # ---------------------------------------------------------------- a checkpoint's handles
+
+    def note(self, slot: Slot, handles: Sequence[KVHandle]) -> None:
+        """Before the saver stores what holds ``handles``: recipes and references first, durable; then tensors, by policy.
+
+        A handle that no broker here can account for is referred to and logged once, nothing more: it was as unreadable
+        before it was checkpointed.
+
+        Raises:
+            PersistenceError: A recipe cannot be written, or a broker of this saver was closed before its handle's recipe
+                was. Way out: fail.
+        """
+        if not handles:
+            return
+        references = sorted({Reference(handle.kv_id, handle.kv_namespace) for handle in handles})
+        for attempt in range(_MAX_TRIES):
+            rows: dict[str, RecipeRow] = {}
+            accounted: set[str] = set()
+            for handle in handles:
+                missing = self._missing_rows(handle, everything=attempt > 0)
+                if missing is not None:
+                    accounted.add(handle.kv_id)
+                    rows |= {row.kv_id: row for row in missing if row.kv_id not in rows}
+            if self.sidecar.note(slot, references, list(rows.values()), accounted):
+                break
+        else:
+            raise PersistenceError(
+                f"recipes for {slot.key.thread_id!r} were deleted {_MAX_TRIES} times while they were written; run again"
+            )
+        if self._durability == "recipe":
+            return
+        undone = self.sidecar.not_durable(accounted)
+        fresh = [handle for handle in handles if handle.kv_id in undone]
+        with self._lock:
+            self._handles.update((handle.kv_id, handle) for handle in fresh)
+        if self._durability == "sync":
+            self._persist(fresh)
+
+    def confirm(self, slots: Collection[Slot]) -> None:
+        """The saver has what these references are for. A failure costs a look at the saver at the next sweep, no more."""
+        try:
+            self.sidecar.confirm(slots)
+        except PersistenceError as error:
+            self._say("confirm", "references stay unconfirmed until the next sweep: %s", error)
+
+    def confirm_checkpoint(self, key: Key) -> None:
+        """The saver has this checkpoint, and so the writes that came ahead of it."""
+        if slots := self.sidecar.open_slots_of(key):
+            self.confirm(slots)
+
+    def forget(self, freed: Mapping[str, Sequence[str]]) -> int:
+        """Remove the tensors that only deleted recipes had; bytes."""
+        removed = 0
+        for namespace, names in freed.items():
+            with self._lock:
+                self._handles = {k: h for k, h in self._handles.items() if self.sidecar.has_recipe(k)}
+            broker = self._brokers.get(namespace)
+            if broker is None:
+                self._say(
+                    "unloaded",
+                    "tensors of a model that is not loaded stay until a sweep with its broker: %s",
+                    namespace,
+                )
+                continue
+            try:
+                removed += broker.forget_names(names, self.sidecar.needs)
+            except (CapacityError, ValueError) as error:  # ValueError: the broker was closed, and its disk with it
+                self._say("forget", "tensors could not be removed and stay until the next sweep: %s", error)
+        return removed
+
+    def sweep_extents(self) -> int:
+        """Remove tensors that no recipe needs, and what dead writers left; bytes."""
+        removed = 0
+        for namespace, disk in self._disks.items():
+            before = disk.used_bytes
+            disk.sweep()
+            for extent in list(disk.scan()):
+                names = (*extent.hashes, extent.end_id)
+                if not self.sidecar.needs(names):
+                    self.forget({namespace: names})
+                    disk.remove(extent.name)
+            removed += max(0, before - disk.used_bytes)
+        return removed
+
+    def tensor_bytes(self) -> int:
+        """What the files of tensors take, for the brokers that keep them beside this saver."""
+        return sum(disk.used_bytes for disk in self._disks.values())
+
+    # ---------------------------------------------------------------- inside
+
+    def _attach(self, broker: KVBroker, extents: Path) -> None:
+        broker.add_recipe_source(self._find)
+        self._undo.callback(broker.remove_recipe_source, self._find)
+        # What an earlier session wrote is read, and can be deleted, under "recipe" too.
+        if broker.has_disk or (self._durability == "recipe" and not extents.exists()):
+            return
+        disk = DiskPool(extents, broker.namespace.digest, broker.engine.layout, EXTENTS_BYTES)
+        self._undo.callback(disk.close)
+        self._disks[broker.namespace.digest] = disk
+        self.sweep_extents()
+        wants = (lambda names: False) if self._durability == "recipe" else self.sidecar.needs
+        try:
+            broker.attach_disk(disk, write="behind" if self._durability == "async" else "evict", wants=wants)
+        except ConfigError:  # somebody else attached one since we looked
+            del self._disks[broker.namespace.digest]
+            return
+        self._undo.callback(broker.detach_disk)
+
+    def _broker(self, handle: KVHandle) -> KVBroker | None:
+        return self._brokers.get(handle.kv_namespace)
+
+    def _find(self, kv_id: str) -> Recipe | None:
+        """What brokers ask for recipes that they do not know."""
+        try:
+            stored = self.sidecar.recipe(kv_id)
+            return None if stored is None else decode(self._codec.loads(stored))
+        except (PersistenceError, ConfigError, IntegrityError, RecipeMissing) as error:
+            self._say(f"find {kv_id}", "the recipe of %s beside the saver cannot be read: %s", kv_id[:12], error)
+            return None
+
+    def _missing_rows(self, handle: KVHandle, *, everything: bool) -> list[RecipeRow] | None:
+        """Recipes that a handle stands on and the manifest lacks, root first; None when nobody here can account for it."""
+        broker = self._broker(handle)
+        is_stored = self.sidecar.has_recipe(handle.kv_id)
+        if broker is None:
+            if not is_stored:
+                self._say(
+                    f"foreign {handle.kv_namespace}",
+                    "handles of namespace %s belong to no broker of this saver: they are stored without recipes, and can be "
+                    "read as long as their own broker lives. Pass that broker, too: KVCheckpointSaver(inner, [broker, other])",
+                    handle.kv_namespace[:12],
+                )
+            return None
+        try:
+            lineage = broker.lineage(handle)
+        except (RecipeMissing, IncompatibleHandle) as error:
+            if not is_stored:
+                self._say(f"unknown {handle.kv_id}", "a handle is stored that nothing can rebuild: %s", error)
+            return None
+        except ConfigError as error:  # the broker is closed
+            if is_stored:
+                return []
+            raise PersistenceError(
+                f"the recipe of handle {handle.kv_label or handle.kv_id[:12]!r} cannot be stored, so its checkpoint was not: "
+                f"{error}. Close the broker after the saver"
+            ) from error
+        wanted: list[Recipe] = []
+        for recipe in reversed(lineage):
+            if not everything and self.sidecar.has_recipe(recipe.kv_id, with_chat=recipe.has_chat):
+                break
+            wanted.append(recipe)
+        return [self._row(broker, recipe) for recipe in reversed(wanted)]
+
+    def _row(self, broker: KVBroker, recipe: Recipe) -> RecipeRow:
+        kind, body = self._codec.dumps(encode(recipe))
+        return RecipeRow(
+            recipe.kv_id,
+            recipe.namespace,
+            recipe.parent,
+            recipe.stop,
+            recipe.has_chat,
+            kind,
+            body,
+            broker.names_of(recipe),
+        )
+
+    def _persist(self, handles: Iterable[KVHandle]) -> None:
+        """Write tensors now; what cannot be written is counted, marked, and tried again with the next checkpoint."""
+        is_durable: dict[str, bool] = {}
+        for handle in handles:
+            broker = self._broker(handle)
+            try:
+                is_durable[handle.kv_id] = broker is not None and broker.persist(handle)
+            except (AAFlowError, ValueError) as error:  # ValueError: closed, and its disk with it
+                is_durable[handle.kv_id] = False
+                self._say(f"persist {type(error).__name__}", "tensors could not be written: %s", error)
+        if not is_durable:
+            return
+        self.num_tensor_failures += sum(not is_on for is_on in is_durable.values())
+        with self._lock:
+            for kv_id, is_on in is_durable.items():
+                if is_on:
+                    self._handles.pop(kv_id, None)
+        try:
+            self.sidecar.mark_durable(is_durable)
+        except PersistenceError as error:
+            self._say("mark", "which tensors are on disk was not noted: %s", error)
+
+    def _say(self, kind: str, message: str, *details: object) -> None:
+        with self._lock:
+            said = kind in self._said
+            self._said.add(kind)
+        if not said:
+            _log.warning(message, *details)
