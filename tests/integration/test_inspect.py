@@ -164,6 +164,7 @@ def test_check_finds_nothing_while_two_brokers_compute_spill_fetch_and_evict(sit
         worker("open", site.server.url, disk=str(site.disk), pool_bytes=MIB)
     stopping = threading.Event()
     rounds = [0, 0]
+    counted: list[dict[str, int]] = [{}, {}]
     failures: list[BaseException] = []
 
     def work(number: int) -> None:
@@ -178,27 +179,33 @@ def test_check_finds_nothing_while_two_brokers_compute_spill_fetch_and_evict(sit
                 elif draw.random() < 0.5:
                     workers[number]("generate", draw.choice(handles), 2)
                 else:
-                    workers[number]("evict", draw.choice(handles), draw.choice(["host", "disk"]))
+                    handle = draw.choice(handles)
+                    workers[number]("evict", handle, draw.choice(["host", "disk"]))
+                    workers[number]("generate", handle, 1)
                 del handles[:-8]
+                counted[number] = workers[number]("stats")
         except BaseException as error:
             failures.append(error)
+
+    def all_happened() -> bool:
+        names = ("num_evictions", "num_spills", "num_fetches")
+        return all(sum(stats.get(name, 0) for stats in counted) > 0 for name in names)
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
     for thread in threads:
         thread.start()
     try:
-        for _ in range(num_checks):
+        for number in range(num_checks):
             before = list(rounds)
             assert site.findings() == []
             wait_until(lambda before=before: failures or all(a > b for a, b in zip(rounds, before, strict=True)))
+            if number == num_checks // 2:
+                wait_until(lambda: failures or all_happened())
     finally:
         stopping.set()
         for thread in threads:
             thread.join()
     assert failures == []
-    counted = [worker("stats") for worker in workers]
-    for name in ("num_evictions", "num_spills", "num_fetches"):
-        assert sum(stats[name] for stats in counted) > 0, name
     assert site.json("gc", "--run-dir", "--apply")["removed"] == []
 
 
