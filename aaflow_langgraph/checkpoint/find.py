@@ -13,7 +13,6 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from langgraph.types import Send
-from pydantic import BaseModel
 
 from aaflow_langgraph.errors import MalformedHandle
 from aaflow_langgraph.handle import KVHandle
@@ -63,8 +62,10 @@ def _parts(item: Any) -> Iterable[Any]:
         return item
     if isinstance(item, Send):
         return (item.arg,)
-    if isinstance(item, BaseModel):
-        return (*vars(item).values(), item.__pydantic_extra__)
+    if hasattr(type(item), "model_dump") or "__fields__" in vars(
+        type(item)
+    ):  # pydantic, as LangGraph knows it; and version 1
+        return (*vars(item).values(), getattr(item, "__pydantic_extra__", None))
     if is_dataclass(item) and not isinstance(item, type):
         return _field_values(item)
     return ()
