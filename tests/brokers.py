@@ -216,13 +216,19 @@ class Commands:
         real_ns = time.time_ns
         time.time_ns = lambda: real_ns() + int(seconds * 1e9)
 
+    def share_recipes_again(self) -> None:
+        self.broker._recipes.share_again()
+
     def beat(self) -> None:
         """What the background does now and then; for workers whose constants make it do so never."""
         self.broker._store.beat()
 
     def pause_in(self, part: str, method: str) -> None:
-        """The next call of a method of the store's ``pool``, ``index``, ``disk`` or ``peers`` stands still before it runs."""
-        owner = getattr(self.broker._store, part)
+        """The next call of a method of the store's ``pool``, ``index``, ``disk`` or ``peers`` stands still before it runs; so
+        does that of the ``inner index``, behind the guard.
+        """
+        store = self.broker._store
+        owner = store.index._index if part == "inner index" else getattr(store, part)  # type: ignore[attr-defined]
         real = getattr(owner, method)
 
         def paused(*args: Any, **options: Any) -> Any:
