@@ -55,3 +55,10 @@ def prefix_id(namespace: str, token_ids: Sequence[int], stop: int, hashes: Seque
     """``kv_id`` of ``token_ids[:stop]``, given the block hashes of ``token_ids``."""
     num_blocks = stop // BLOCK_TOKENS
     return kv_id(namespace, hashes[:num_blocks], token_ids[num_blocks * BLOCK_TOKENS : stop])
+
+
+def extent_name(end_id: str, start: int, canonical_stop: int) -> str:
+    """Name of the file of an extent. It names tokens and how they were computed, not bits: two writers of one name may have
+    other bits, and either file is right by itself.
+    """
+    return digest("file", end_id, str(start), str(canonical_stop))

@@ -10,14 +10,18 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
-from aaflow_langgraph.errors import AAFlowError
+from aaflow_langgraph.errors import AAFlowError, Fenced, IndexUnavailable
 from aaflow_langgraph.evict.base import Policy
 from aaflow_langgraph.store import OWNER_LEASE_S, ExtentStore
 
 TICK_S = 0.5
 """How often the thread looks around: the longest that an extent waits for its copy on disk, or a dead owner to be noticed."""
+
+RECONCILED_EVERY = 10
+"""After so many heartbeats (half a minute) the pool is compared with what the index says of it."""
 
 HIGH_WATER, LOW_WATER = 0.95, 0.85
 """Above the first share of the pool, extents that are on disk leave it until the second is reached, so that a request seldom
@@ -44,6 +48,7 @@ class Keeper:
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
         self._beaten_s = clock()
+        self._num_beats = 0
         self._lock = threading.Lock()
 
     def start(self) -> None:
@@ -69,6 +74,9 @@ class Keeper:
                     self._beaten_s = self._clock()
                     store.beat()
                     store.sweep()
+                    self._num_beats += 1
+                    if store.knows_less_than_disk or self._num_beats % RECONCILED_EVERY == 0:
+                        self._reconcile()
                 store.leases.renew_old()
                 self._adopt()
             self.write_behind()
@@ -84,6 +92,10 @@ class Keeper:
             if self._stopping.is_set():
                 return
             store.spill(extent_id)
+
+    def _reconcile(self) -> None:
+        with suppress(Fenced, IndexUnavailable):  # the next heartbeat joins again and announces everything
+            self._store.reconcile()
 
     def _adopt(self) -> None:
         """Take over what dead owners left, and let their memory go once nobody here reads it."""

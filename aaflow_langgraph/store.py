@@ -28,7 +28,7 @@ from aaflow_langgraph.errors import (
     LeaseExpired,
 )
 from aaflow_langgraph.evict.base import Policy
-from aaflow_langgraph.hashing import block_hashes, prefix_id
+from aaflow_langgraph.hashing import block_hashes, extent_name, prefix_id
 from aaflow_langgraph.index.base import ExtentRecord, Index, Match, Place, Query, cover
 from aaflow_langgraph.index.guarded import GuardedIndex
 from aaflow_langgraph.lease import Leases
@@ -126,6 +126,9 @@ class ExtentStore:
         self._policy = policy
         self._fetching: dict[int, threading.Lock] = {}
         self._pinned: set[int] = set()
+        self._computed: set[int] = set()
+        self._files: dict[str, int] = {}
+        self._removed_files: set[str] = set()
         self._epoch = 0
         self._is_announced = True
         self._num_outages = 0
@@ -146,7 +149,8 @@ class ExtentStore:
         """Lease what covers the longest prefix of at most ``limit`` tokens, and bring all of it into reach.
 
         ``borders`` are positions inside blocks where an extent may end (ends of recipes); the end of the sequence is always
-        one. Give the receipt back with ``release``.
+        one. ``canonical`` takes whole canonical blocks that this process computed itself: what another library version,
+        thread count or instruction set computed is right, but its bits are not ours. Give the receipt back with ``release``.
         """
         query = self.query(sequence, borders, canonical=canonical)
         for _ in range(_MAX_TRIES):
@@ -156,6 +160,8 @@ class ExtentStore:
             parts = []
             try:
                 for record, start, stop in match.parts:
+                    if canonical and record.extent_id not in self._computed:
+                        raise _OutOfReach(f"the bits of extent {record.extent_id} are another process's")
                     parts.append((self._bring(record), start, stop))
             except KVMissing:  # the index knows by now: ask again
                 self.leases.release(match.receipt)
@@ -168,6 +174,11 @@ class ExtentStore:
             except BaseException:
                 self.leases.release(match.receipt)
                 raise
+            if self.disk is not None and any(record.place is None for record, _, _ in match.parts):
+                for record, _, _ in reversed(
+                    parts
+                ):  # so that the end of a chain is older than its front, and goes first
+                    self.disk.touch(file_name(record))
             return replace(match, parts=tuple(parts))
         return self.index.match(query, 0, self.leases.lease_s)
 
@@ -283,9 +294,10 @@ class ExtentStore:
                     return None
                 if kept.place == record.place:
                     self._note(replace(kept, token_ids=record.token_ids))
+                    self._computed.add(kept.extent_id)
                 elif kept.place is not None:
                     try:
-                        self._bring(kept)
+                        self._bring(kept, fetch=False)  # not while we hold the lock that a fetch needs
                     except (KVMissing, _OutOfReach):
                         # The equal extent of a process that is gone, or that does not answer: ours takes its place.
                         self.index.release(receipt)
@@ -326,8 +338,7 @@ class ExtentStore:
                     continue
                 freed += self.drop(record.extent_id, spill=not from_disk)
                 if from_disk and self.disk is not None and record.on_disk:
-                    self.index.set_on_disk(record.extent_id, False)
-                    self.disk.remove(stored(record).name)
+                    self._remove_file(record)
             return freed
 
     def drop(self, extent_id: int, *, spill: bool = True) -> int:
@@ -373,6 +384,7 @@ class ExtentStore:
                 self._pinned.discard(extent_id)
                 self.unsaved.pop(extent_id, None)
         with self.lock:
+            self._files[file_name(record)] = extent_id
             if extent_id in self.mine:
                 self.mine[extent_id] = replace(self.mine[extent_id], on_disk=True)
             self.counts.spills += written
@@ -387,7 +399,7 @@ class ExtentStore:
             if record.extent_id in self.mine:
                 self.spill(record.extent_id)
             elif record.place is not None:
-                self._spill_foreign(record)
+                self._spill_foreign(replace(record, token_ids=sequence.token_ids[record.start : record.stop]))
         there = [record for record in self.index.covering(query) if record.on_disk]
         return cover(there, query, stop)[1] >= stop
 
@@ -398,9 +410,7 @@ class ExtentStore:
             if self.disk is None or not record.on_disk or is_needed(names(record)):
                 continue
             with self.lock:
-                self.index.set_on_disk(record.extent_id, False)
-                self._note_gone(stored(record).name)
-                if self.disk.remove(stored(record).name):
+                if self._remove_file(record):
                     removed += self.layout.num_bytes(even(record.num_tokens))
         return removed
 
@@ -417,12 +427,15 @@ class ExtentStore:
         for extent_id in list(self.unsaved):
             self.spill(extent_id)
         with self.lock:
-            for record in self.index.records():
-                if record.on_disk:
-                    self.index.set_on_disk(record.extent_id, False)
+            if not set(self.index.owners()) - {self.pool.owner}:  # else others may serve them from the same directory
+                for record in self.index.records():
+                    if record.on_disk:
+                        self.index.set_on_disk(record.extent_id, False)
             for extent_id, record in self.mine.items():
                 self.mine[extent_id] = replace(record, on_disk=False)
             self.unsaved.clear()
+            self._files.clear()
+            self._removed_files.clear()
             self.disk, self.writes_behind, self.wants = None, True, None
 
     def adopt(self, peer: Attached) -> None:
@@ -496,6 +509,25 @@ class ExtentStore:
             return  # the next beat tries again
         self._num_outages = num_outages
 
+    @property
+    def knows_less_than_disk(self) -> bool:
+        """Were files removed whose extents we cannot name without asking the index for all of them?"""
+        return bool(self._removed_files)
+
+    def reconcile(self) -> None:
+        """Make the index agree with our pool and the disk again, where an answer was lost on the way or a file of another
+        process was removed to make room.
+        """
+        with self.lock:
+            removed, self._removed_files = self._removed_files, set()
+            known = self.index.records()
+            for record in known:
+                if record.on_disk and file_name(record) in removed:
+                    self.index.set_on_disk(record.extent_id, False)
+            there = {record.extent_id for record in known if record.place and record.place.owner == self.pool.owner}
+            for record in [record for number, record in self.mine.items() if number not in there]:
+                self._announce(record)
+
     def announce(self) -> None:
         """Join, and publish again what our pool and the disk hold.
 
@@ -506,15 +538,7 @@ class ExtentStore:
             self._is_announced = False
             self._join()
             for record in list(self.mine.values()):
-                kept, receipt = self.index.put(replace(record, parent=None), self._epoch, OWNER_LEASE_S)
-                self.index.release(receipt)
-                if kept.place != record.place and record.place is not None:
-                    # Somebody computed it meanwhile: one copy is enough (I8). Who reads ours finds out after its forward.
-                    self._forget(record.extent_id)
-                    self.pool.free(record.place.allocation)
-                elif kept.extent_id != record.extent_id:
-                    self._forget(record.extent_id)
-                    self._note(replace(kept, token_ids=record.token_ids))
+                self._announce(record)
             self.counts.announcements += 1
         self.announce_disk()
         self._is_announced = True
@@ -522,7 +546,7 @@ class ExtentStore:
     def announce_disk(self) -> None:
         """Tell the index what is on disk."""
         for found in self.disk.scan() if self.disk is not None else ():
-            _, receipt = self.index.put(
+            kept, receipt = self.index.put(
                 ExtentRecord(
                     self.index.next_extent_id(),
                     found.start,
@@ -540,6 +564,8 @@ class ExtentStore:
                 OWNER_LEASE_S,
             )
             self.index.release(receipt)
+            with self.lock:
+                self._files[found.name] = kept.extent_id
 
     # ---------------------------------------------------------------- inspection
 
@@ -606,6 +632,17 @@ class ExtentStore:
     def _join(self) -> None:
         self._epoch = self.index.join(self.pool.owner, OWNER_LEASE_S if self.index.shared else math.inf)
 
+    def _announce(self, record: ExtentRecord) -> None:
+        kept, receipt = self.index.put(replace(record, parent=None), self._epoch, OWNER_LEASE_S)
+        self.index.release(receipt)
+        if kept.place != record.place and record.place is not None:
+            # Somebody computed it meanwhile: one copy is enough (I8). Who reads ours finds out after its forward.
+            self._forget(record.extent_id)
+            self.pool.free(record.place.allocation)
+        elif kept.extent_id != record.extent_id:
+            self._forget(record.extent_id)
+            self._note(replace(kept, token_ids=record.token_ids))
+
     def _put(self, record: ExtentRecord) -> tuple[ExtentRecord, Receipt]:
         try:
             return self.index.put(record, self._epoch, self.leases.lease_s)
@@ -613,7 +650,7 @@ class ExtentStore:
             self.announce()
             return self.index.put(record, self._epoch, self.leases.lease_s)
 
-    def _bring(self, record: ExtentRecord) -> ExtentRecord:
+    def _bring(self, record: ExtentRecord, *, fetch: bool = True) -> ExtentRecord:
         """Make a leased extent's bytes readable here.
 
         Raises:
@@ -628,10 +665,12 @@ class ExtentStore:
                 raise _OutOfReach(f"the pool {place.owner[:12]} belongs to another process, and this one attaches none")
             try:
                 memory: Pool | Attached = self.peers.attach(place.owner)
-            except Evicted:
-                self.index.leave(place.owner)
-                raise
             except KVMissing as error:
+                if isinstance(error, Evicted) and self._is_silent(place.owner):
+                    self.index.leave(place.owner)
+                    raise
+                if fetch and record.on_disk and self.disk is not None:
+                    return self._fetch(record)
                 raise _OutOfReach(str(error)) from error
         else:
             memory = self.pool
@@ -657,10 +696,10 @@ class ExtentStore:
             rows = self._own_rows(allocation, record.num_tokens)
             try:
                 if rows.device.type == "cpu":
-                    found = self.disk.read(stored(record), rows)
+                    found = self.disk.read(file_name(record), rows)
                 else:
                     staged = torch.empty_like(rows, device="cpu")
-                    found = self.disk.read(stored(record), staged)
+                    found = self.disk.read(file_name(record), staged)
                     rows.copy_(staged)
             except (KVMissing, IntegrityError) as error:
                 self.free(allocation)
@@ -669,7 +708,7 @@ class ExtentStore:
                 _log.warning("an extent could not be read from disk and is computed again: %s", error)
                 raise Evicted(f"the copy of extent {record.extent_id} on disk is gone or damaged") from error
             # Two processes may have computed the same tokens to other bits; those of the file are what is here now.
-            fetched = self._place(replace(record, checksum=found.checksum), allocation)
+            fetched = self._place(replace(record, token_ids=found.token_ids, checksum=found.checksum), allocation)
             if fetched is None:
                 raise Evicted(f"extent {record.extent_id} was fetched by another process at the same moment")
             self.counts.fetches += 1
@@ -732,13 +771,29 @@ class ExtentStore:
             self._warn_once("spill", f"an extent could not be written to disk and will be computed again: {error}")
 
     def _note_gone(self, name: str) -> None:
-        """A copy on disk was removed: what is still in our pool may be written again."""
+        """A copy on disk was removed. What is still in our pool is written again when it leaves it, and not before: a disk
+        that is smaller than the pool would be written for ever.
+        """
         with self.lock:
-            for extent_id, record in self.mine.items():
-                if record.on_disk and stored(record).name == name:
-                    self.index.set_on_disk(extent_id, False)
-                    self._note(replace(record, on_disk=False))
-                    return
+            extent_id = self._files.pop(name, None)
+            if extent_id is None:
+                self._removed_files.add(name)  # another process announced it: looked for by ``reconcile``
+                return
+            self.index.set_on_disk(extent_id, False)
+            if extent_id in self.mine:
+                self.mine[extent_id] = replace(self.mine[extent_id], on_disk=False)
+
+    def _remove_file(self, record: ExtentRecord) -> bool:
+        """Forget the copy on disk of an extent."""
+        self.index.set_on_disk(record.extent_id, False)
+        self._files.pop(file_name(record), None)
+        if record.extent_id in self.mine:
+            self.mine[record.extent_id] = replace(self.mine[record.extent_id], on_disk=False)
+        return self.disk is not None and self.disk.remove(file_name(record))
+
+    def _is_silent(self, owner: str) -> bool:
+        """Has the index not heard of an owner for so long that no socket means no owner? Else it may serve elsewhere."""
+        return self.index.owners().get(owner, 0.0) < OWNER_LEASE_S / 2
 
     def _forget(self, extent_id: int) -> None:
         self.mine.pop(extent_id, None)
@@ -753,6 +808,11 @@ class ExtentStore:
 def names(record: ExtentRecord) -> tuple[str, ...]:
     """Every name by which an extent can be found."""
     return (*record.hashes, record.end_id)
+
+
+def file_name(record: ExtentRecord) -> str:
+    """Name of an extent's file on disk."""
+    return extent_name(record.end_id, record.start, record.canonical_stop)
 
 
 def stored(record: ExtentRecord) -> StoredExtent:

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from aaflow_langgraph.errors import ConfigError, IntegrityError
+from aaflow_langgraph.hashing import extent_name
 from aaflow_langgraph.index.base import ExtentRecord
 from aaflow_langgraph.index.census import Census, take_census
 from aaflow_langgraph.index.namespaces import look_into, namespaces
 from aaflow_langgraph.index.redis import RedisIndex
-from aaflow_langgraph.pool.inventory import Inventory, Stock, extent_name
+from aaflow_langgraph.pool.inventory import Inventory, Stock
 from aaflow_langgraph.pool.onlooking import SeenPool, look
 
 MEMORY = "memory://"

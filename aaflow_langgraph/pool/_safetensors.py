@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from aaflow_langgraph.errors import ConfigError, IntegrityError, KVMissing
-from aaflow_langgraph.hashing import digest, token_bytes
+from aaflow_langgraph.hashing import digest, extent_name, token_bytes
 from aaflow_langgraph.model import BLOCK_TOKENS, BlockHash, KVLayout
 
 FORMAT = "aaflow-langgraph extent"
@@ -92,10 +92,8 @@ class StoredExtent:
 
     @property
     def name(self) -> str:
-        """Name of its file. It names tokens and how they were computed, not bits: two writers of one name may differ in
-        ``checksum``, and either file is right by itself.
-        """
-        return digest("file", self.end_id, str(self.start), str(self.canonical_stop))
+        """Name of its file; see ``hashing.extent_name``."""
+        return extent_name(self.end_id, self.start, self.canonical_stop)
 
 
 class Head(NamedTuple):

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from aaflow_langgraph.errors import ConfigError, IntegrityError, KVMissing
-from aaflow_langgraph.hashing import digest
 from aaflow_langgraph.model import KVLayout
 from aaflow_langgraph.pool import _placed, _safetensors
 from aaflow_langgraph.pool._disk_root import MARKER, claim
@@ -50,11 +49,6 @@ class Stock:
     def num_bytes(self) -> int:
         """What all of it takes."""
         return sum(self.extents.values()) + self.recipe_bytes
-
-
-def extent_name(end_id: str, start: int, canonical_stop: int) -> str:
-    """The name, without suffix, of the file that holds an extent (``StoredExtent.name``)."""
-    return digest("file", end_id, str(start), str(canonical_stop))
 
 
 class Inventory:

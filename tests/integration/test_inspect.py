@@ -24,11 +24,11 @@ import pytest
 
 from aaflow_langgraph import store
 from aaflow_langgraph.cli import main
+from aaflow_langgraph.hashing import extent_name
 from aaflow_langgraph.index.opening import open_index
 from aaflow_langgraph.inspection.view import SILENT_S
 from aaflow_langgraph.pool._rundir import boot_id
 from aaflow_langgraph.pool._safetensors import StoredExtent
-from aaflow_langgraph.pool.inventory import extent_name
 from tests.brokers import MIB, BrokerWorker, Host, host, server  # noqa: F401
 from tests.processes import wait_until
 from tests.servers import RealServer, running

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
 
 import pytest
 import redis
 from hypothesis import HealthCheck, settings
+from hypothesis.stateful import run_state_machine_as_test
 
 from aaflow_langgraph.index._server import Server
 from aaflow_langgraph.index.base import Index
@@ -47,12 +47,8 @@ class TestMemoryMachine(MemoryMachine.TestCase):  # type: ignore[misc, name-defi
 
 
 @pytest.mark.filterwarnings("default")
-class TestRedisMachine(RedisMachine.TestCase):  # type: ignore[misc, name-defined]
-    settings = STEPS
-
-    @pytest.fixture(autouse=True)
-    def _on_server(self, redis_server: RealServer) -> Iterator[None]:
-        RedisMachine.server = redis_server
-        yield
-        with redis_server.client() as client:
-            client.flushall()
+def test_redis_machine(redis_server: RealServer) -> None:
+    RedisMachine.server = redis_server
+    run_state_machine_as_test(RedisMachine, settings=STEPS)
+    with redis_server.client() as client:
+        client.flushall()
