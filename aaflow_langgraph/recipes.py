@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 
@@ -36,6 +37,7 @@ class RecipeBook:
         self._sequences: OrderedDict[str, TokenSequence] = OrderedDict()
         self._unsaved: dict[str, None] = {}
         self._sources: list[Callable[[str], Recipe | None]] = []
+        self._shared: dict[str, tuple[Recipe, float]] = {}
         self._has_warned = False
 
     def __len__(self) -> int:
@@ -52,8 +54,8 @@ class RecipeBook:
                 if self._store.disk is not None and self._store.wants is None:
                     self._unsaved[recipe.kv_id] = None
             self._remember(recipe.kv_id, sequence)
-        if is_new and self._store.index.shared:
-            self._store.index.put_recipe(recipe, RECIPE_LEASE_S)
+        if self._store.index.shared:
+            self._share(recipe)
 
     def find(self, kv_id: str) -> Recipe | None:
         """The recipe of a handle, from wherever it is known, with everything it stands on; None when it is nowhere."""
@@ -140,8 +142,9 @@ class RecipeBook:
         """Give every local recipe to an index that forgot them."""
         with self._lock:
             recipes = list(self._recipes.values())
+            self._shared.clear()
         for recipe in recipes:
-            self._store.index.put_recipe(recipe, RECIPE_LEASE_S)
+            self._share(recipe)
 
     def save(self) -> None:
         """Write recipes that the disk does not have yet. What it cannot take now is tried again at the next call,
@@ -175,6 +178,20 @@ class RecipeBook:
             if recipe.namespace != self._namespace:
                 found.append(Finding("I6", f"recipe {recipe.kv_id[:12]} belongs to namespace {recipe.namespace[:12]}"))
         return found
+
+    def _share(self, recipe: Recipe) -> None:
+        """Tell a shared index of a recipe and of those it stands on: none of them may end before it does.
+
+        What it was told lately it is not told again, so the lease is longer than promised by what "lately" means.
+        """
+        lately_s = RECIPE_LEASE_S / 8
+        at: Recipe | None = recipe
+        while at is not None:
+            told, told_s = self._shared.get(at.kv_id, (None, 0.0))
+            if told is not at or time.monotonic() - told_s > lately_s:
+                self._shared[at.kv_id] = at, time.monotonic()
+                self._store.index.put_recipe(at, RECIPE_LEASE_S + lately_s)
+            at = self._recipes.get(at.parent) if at.parent else None
 
     def _read(self, kv_id: str) -> Recipe | None:
         recipe = self._store.index.recipe(kv_id) if self._store.index.shared else None
