@@ -33,6 +33,7 @@ from aaflow_langgraph import (
     inflight,
     keeper,
     prefill_node,
+    recipes,
     store,
 )
 from aaflow_langgraph.model import Receipt
@@ -46,7 +47,7 @@ _context.set_forkserver_preload(["tests.processes", "tests.brokers"])
 
 MIB = 1 << 20
 QUICK = {"OWNER_LEASE_S": 1.5, "SHARED_LEASE_S": 0.6, "TICK_S": 0.05, "CLAIM_S": 1.0}
-"""Constants of store.py, keeper.py and inflight.py under which a death is noticed in a second instead of a quarter of a minute."""
+"""Constants under which a death is noticed in a second instead of a quarter of a minute."""
 
 
 class BrokerFailed(Exception):
@@ -315,7 +316,7 @@ def _obey(pipe: Connection, surroundings: dict[str, str], constants: dict[str, f
     torch.set_num_threads(1)
     os.environ.update(surroundings)
     for name, value in constants.items():
-        for module in (store, keeper, inflight):
+        for module in (store, keeper, inflight, recipes):
             if hasattr(module, name):
                 setattr(module, name, value)
     commands = Commands(pipe)
