@@ -297,6 +297,7 @@ class Operations:
 
     def _lock(self, thread_ids: Collection[str]) -> Call:
         """Wait for threads' locks. Polled on a loop: waiting in worker threads could take all that the holder needs to go on."""
+        self._ledger.sidecar.check_open()
         locks, names = self._locks, list(thread_ids)
 
         async def poll() -> ThreadLock:

@@ -135,6 +135,11 @@ class Sidecar:
             self._closed = True
             self._db.close()
 
+    def check_open(self) -> None:
+        """Raises ConfigError when ``close`` was called."""
+        if self._closed:
+            raise ConfigError("this checkpoint saver is closed; open another one")
+
     # ---------------------------------------------------------------- reading
 
     def recipe(self, kv_id: str) -> tuple[str, bytes] | None:
@@ -313,31 +318,36 @@ class Sidecar:
     # ---------------------------------------------------------------- inside
 
     def _claim(self) -> None:
-        db = self._db
-        db.execute("PRAGMA journal_mode = WAL")
-        db.execute("BEGIN IMMEDIATE")
-        (application,) = db.execute("PRAGMA application_id").fetchone()
-        (version,) = db.execute("PRAGMA user_version").fetchone()
-        if application == 0 and version == 0 and not db.execute("SELECT 1 FROM sqlite_master").fetchone():
-            for statement in _SCHEMA.split(";"):
-                db.execute(statement)
-            db.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
-            db.execute(f"PRAGMA user_version = {FORMAT_VERSION}")
-        elif application != _APPLICATION_ID:
-            raise ConfigError(
-                f"{self.path} is another program's database; nothing in it was touched: name another directory"
-            )
-        elif version > FORMAT_VERSION:
+        if self._is_new():  # nothing of others is touched before this
+            self._db.execute("PRAGMA journal_mode = WAL")
+            self._db.execute("BEGIN IMMEDIATE")
+            if self._is_new():  # another process may have been faster
+                for statement in _SCHEMA.split(";"):
+                    self._db.execute(statement)
+                self._db.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
+                self._db.execute(f"PRAGMA user_version = {FORMAT_VERSION}")
+            self._db.execute("COMMIT")
+
+    def _is_new(self) -> bool:
+        """Is the file empty, not a manifest yet?"""
+        (application,) = self._db.execute("PRAGMA application_id").fetchone()
+        (version,) = self._db.execute("PRAGMA user_version").fetchone()
+        if application == _APPLICATION_ID and version <= FORMAT_VERSION:
+            return False
+        if application == _APPLICATION_ID:
             raise ConfigError(
                 f"{self.path} was made by a newer version (format {version}, this one knows {FORMAT_VERSION}): upgrade, or "
                 "name another directory"
             )
-        db.execute("COMMIT")
+        if application or version or self._db.execute("SELECT 1 FROM sqlite_master").fetchone():
+            raise ConfigError(
+                f"{self.path} is another program's database; nothing in it was touched: name another directory"
+            )
+        return True
 
     def _rows(self, query: str, values: Sequence[object]) -> list[Any]:
         with self._lock:
-            if self._closed:
-                raise ConfigError("this checkpoint saver is closed; open another one")
+            self.check_open()
             try:
                 return self._db.execute(query, values).fetchall()
             except sqlite3.Error as error:
@@ -347,8 +357,7 @@ class Sidecar:
     def _writing(self, *, durable: bool) -> Iterator[sqlite3.Connection]:
         """One transaction; with ``durable`` it survives a power cut, without it survives the death of the process."""
         with self._lock:
-            if self._closed:
-                raise ConfigError("this checkpoint saver is closed; open another one")
+            self.check_open()
             try:
                 self._db.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
                 self._db.execute("BEGIN IMMEDIATE")
