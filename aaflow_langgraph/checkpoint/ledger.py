@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +36,7 @@ EXTENTS_BYTES = 16 << 30
 opened with ``disk=`` keeps them there instead, by its own ``disk_bytes``."""
 
 _MAX_TRIES = 4
+_MAX_UNWRITTEN = 4096
 _log = logging.getLogger("aaflow_langgraph")
 
 
@@ -62,9 +63,10 @@ class Ledger:
         self._codec = codec
         self._lock = threading.Lock()
         self._said: set[str] = set()
-        self._handles: dict[str, KVHandle] = {}
-        """Handles of this session whose tensors are not known to be on disk."""
+        self._unwritten: dict[str, KVHandle] = {}
+        """Handles whose tensors could not be written: tried again at the end."""
         self._disks: dict[str, DiskPool] = {}
+        self._closed = False
         self._undo = ExitStack()
         self._undo.callback(self.sidecar.close)
         try:
@@ -77,8 +79,8 @@ class Ledger:
 
     def close(self) -> None:
         """Write the tensors that are wanted, then let the brokers go. Idempotent."""
-        if self._durability != "recipe":
-            self._persist(list(self._handles.values()))
+        self._persist([handle for handle in self._unwritten.values() if not self._closed and self._is_kept(handle)])
+        self._closed = True
         self._undo.close()
 
     # ---------------------------------------------------------------- a checkpoint's handles
@@ -110,14 +112,9 @@ class Ledger:
             raise PersistenceError(
                 f"recipes for {slot.key.thread_id!r} were deleted {_MAX_TRIES} times while they were written; run again"
             )
-        if self._durability == "recipe":
-            return
-        undone = self.sidecar.not_durable(accounted)
-        fresh = [handle for handle in handles if handle.kv_id in undone]
-        with self._lock:
-            self._handles.update((handle.kv_id, handle) for handle in fresh)
         if self._durability == "sync":
-            self._persist(fresh)
+            undone = self.sidecar.not_durable(accounted)
+            self._persist([handle for handle in handles if handle.kv_id in undone])
 
     def confirm(self, slots: Collection[Slot]) -> None:
         """The saver has what these references are for. A failure costs a look at the saver at the next sweep, no more."""
@@ -135,8 +132,6 @@ class Ledger:
         """Remove the tensors that only deleted recipes had; bytes."""
         removed = 0
         for namespace, names in freed.items():
-            with self._lock:
-                self._handles = {k: h for k, h in self._handles.items() if self.sidecar.has_recipe(k)}
             broker = self._brokers.get(namespace)
             if broker is None:
                 self._say(
@@ -146,7 +141,7 @@ class Ledger:
                 )
                 continue
             try:
-                removed += broker.forget_names(names, self.sidecar.needs)
+                removed += broker.forget_names(names, self._is_needed)
             except (CapacityError, ValueError) as error:  # ValueError: the broker was closed, and its disk with it
                 self._say("forget", "tensors could not be removed and stay until the next sweep: %s", error)
         return removed
@@ -159,7 +154,7 @@ class Ledger:
             disk.sweep()
             for extent in list(disk.scan()):
                 names = (*extent.hashes, extent.end_id)
-                if not self.sidecar.needs(names):
+                if not self._is_needed(names):
                     self.forget({namespace: names})
                     disk.remove(extent.name)
             removed += max(0, before - disk.used_bytes)
@@ -181,7 +176,7 @@ class Ledger:
         self._undo.callback(disk.close)
         self._disks[broker.namespace.digest] = disk
         self.sweep_extents()
-        wants = (lambda names: False) if self._durability == "recipe" else self.sidecar.needs
+        wants = (lambda names: False) if self._durability == "recipe" else self._wants
         try:
             broker.attach_disk(disk, write="behind" if self._durability == "async" else "evict", wants=wants)
         except ConfigError:  # somebody else attached one since we looked
@@ -191,6 +186,25 @@ class Ledger:
 
     def _broker(self, handle: KVHandle) -> KVBroker | None:
         return self._brokers.get(handle.kv_namespace)
+
+    def _is_kept(self, handle: KVHandle) -> bool:
+        return self.sidecar.has_recipe(handle.kv_id)
+
+    def _wants(self, names: Sequence[str]) -> bool:
+        """What a broker asks while it makes room: an answer, whatever the manifest's state."""
+        try:
+            return self.sidecar.needs(names)
+        except (PersistenceError, ConfigError) as error:
+            self._say("wants", "tensors are not written while the manifest cannot be read: %s", error)
+            return False
+
+    def _is_needed(self, names: Sequence[str]) -> bool:
+        """What is asked before tensors are removed: in doubt they stay."""
+        try:
+            return self.sidecar.needs(names)
+        except PersistenceError as error:
+            self._say("needed", "tensors are not removed while the manifest cannot be read: %s", error)
+            return True
 
     def _find(self, kv_id: str) -> Recipe | None:
         """What brokers ask for recipes that they do not know."""
@@ -247,23 +261,29 @@ class Ledger:
             broker.names_of(recipe),
         )
 
-    def _persist(self, handles: Iterable[KVHandle]) -> None:
+    def _persist(self, handles: Sequence[KVHandle]) -> None:
         """Write tensors now; what cannot be written is counted, marked, and tried again with the next checkpoint."""
         is_durable: dict[str, bool] = {}
         for handle in handles:
             broker = self._broker(handle)
+            if broker is None:
+                continue
             try:
-                is_durable[handle.kv_id] = broker is not None and broker.persist(handle)
-            except (AAFlowError, ValueError) as error:  # ValueError: closed, and its disk with it
+                is_durable[handle.kv_id] = broker.persist(handle)
+            except (ConfigError, ValueError) as error:  # closed meanwhile; it wrote what was wanted then
+                self._say("persist", "the broker is closed, so whether tensors are on disk is not known: %s", error)
+            except AAFlowError as error:
                 is_durable[handle.kv_id] = False
                 self._say(f"persist {type(error).__name__}", "tensors could not be written: %s", error)
         if not is_durable:
             return
-        self.num_tensor_failures += sum(not is_on for is_on in is_durable.values())
         with self._lock:
-            for kv_id, is_on in is_durable.items():
-                if is_on:
-                    self._handles.pop(kv_id, None)
+            self.num_tensor_failures += sum(not is_on for is_on in is_durable.values())
+            for handle in handles:
+                if is_durable.get(handle.kv_id, True):
+                    self._unwritten.pop(handle.kv_id, None)
+                elif len(self._unwritten) < _MAX_UNWRITTEN:
+                    self._unwritten[handle.kv_id] = handle
         try:
             self.sidecar.mark_durable(is_durable)
         except PersistenceError as error:

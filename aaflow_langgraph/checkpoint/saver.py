@@ -208,11 +208,11 @@ class KVCheckpointSaver(BaseCheckpointSaver[Any]):
 
     def get_tuple(self, config: RunnableConfig) -> CheckpointTuple | None:
         """As the inner saver."""
-        return self.inner.get_tuple(config)
+        return self.inner.get_tuple(_text_id(config))
 
     async def aget_tuple(self, config: RunnableConfig) -> CheckpointTuple | None:
         """Async ``get_tuple``."""
-        found: CheckpointTuple | None = await self._inner.call("get_tuple", config).arun()
+        found: CheckpointTuple | None = await self._inner.call("get_tuple", _text_id(config)).arun()
         return found
 
     def list(
@@ -224,7 +224,7 @@ class KVCheckpointSaver(BaseCheckpointSaver[Any]):
         limit: int | None = None,
     ) -> Iterator[CheckpointTuple]:
         """As the inner saver."""
-        return self.inner.list(config, filter=filter, before=before, limit=limit)
+        return self.inner.list(_text_id(config), filter=filter, before=before, limit=limit)
 
     async def alist(
         self,
@@ -235,20 +235,20 @@ class KVCheckpointSaver(BaseCheckpointSaver[Any]):
         limit: int | None = None,
     ) -> AsyncIterator[CheckpointTuple]:
         """Async ``list``."""
-        async for found in self._inner.alist(config, filter=filter, before=before, limit=limit):
+        async for found in self._inner.alist(_text_id(config), filter=filter, before=before, limit=limit):
             yield found
 
     def get_delta_channel_history(
         self, *, config: RunnableConfig, channels: Sequence[str]
     ) -> Mapping[str, DeltaChannelHistory]:
         """As the inner saver."""
-        return self.inner.get_delta_channel_history(config=config, channels=channels)
+        return self.inner.get_delta_channel_history(config=_text_id(config), channels=channels)
 
     async def aget_delta_channel_history(
         self, *, config: RunnableConfig, channels: Sequence[str]
     ) -> Mapping[str, DeltaChannelHistory]:
         """Async ``get_delta_channel_history``."""
-        call = self._inner.call("get_delta_channel_history", config=config, channels=channels)
+        call = self._inner.call("get_delta_channel_history", config=_text_id(config), channels=channels)
         found: Mapping[str, DeltaChannelHistory] = await call.arun()
         return found
 
@@ -266,7 +266,7 @@ class KVCheckpointSaver(BaseCheckpointSaver[Any]):
         Raises:
             PersistenceError: A recipe cannot be written; the checkpoint was not stored. Way out: fail.
         """
-        return run(self._operations.put(config, checkpoint, metadata, new_versions))
+        return run(self._operations.put(_text_id(config), checkpoint, metadata, new_versions))
 
     async def aput(
         self,
@@ -277,7 +277,7 @@ class KVCheckpointSaver(BaseCheckpointSaver[Any]):
     ) -> RunnableConfig:
         """Async ``put``."""
         await self._sweep_first()
-        return await arun(self._operations.put(config, checkpoint, metadata, new_versions))
+        return await arun(self._operations.put(_text_id(config), checkpoint, metadata, new_versions))
 
     def put_writes(
         self, config: RunnableConfig, writes: Sequence[tuple[str, Any]], task_id: str, task_path: str = ""
@@ -287,24 +287,24 @@ class KVCheckpointSaver(BaseCheckpointSaver[Any]):
         Raises:
             PersistenceError: A recipe cannot be written; the writes were not stored. Way out: fail.
         """
-        run(self._operations.put_writes(config, writes, task_id, task_path))
+        run(self._operations.put_writes(_text_id(config), writes, task_id, task_path))
 
     async def aput_writes(
         self, config: RunnableConfig, writes: Sequence[tuple[str, Any]], task_id: str, task_path: str = ""
     ) -> None:
         """Async ``put_writes``."""
         await self._sweep_first()
-        await arun(self._operations.put_writes(config, writes, task_id, task_path))
+        await arun(self._operations.put_writes(_text_id(config), writes, task_id, task_path))
 
     # ---------------------------------------------------------------- deleting, copying
 
     def delete_thread(self, thread_id: str) -> None:
         """Delete a thread, and what only it needed. It stays deleted: what a run of it still writes is dropped."""
-        run(self._operations.delete_thread(str(thread_id), ("delete_thread", thread_id)))
+        run(self._operations.delete_thread(str(thread_id), ("delete_thread", str(thread_id))))
 
     async def adelete_thread(self, thread_id: str) -> None:
         """Async ``delete_thread``."""
-        await arun(self._operations.delete_thread(str(thread_id), ("delete_thread", thread_id)))
+        await arun(self._operations.delete_thread(str(thread_id), ("delete_thread", str(thread_id))))
 
     def copy_thread(self, source_thread_id: str, target_thread_id: str) -> None:
         """Copy a thread's checkpoints. Their KV is shared, so the copy takes no room and outlives the source."""
@@ -379,3 +379,11 @@ def _codec(serde: SerializerProtocol, *, encrypts: bool) -> Codec:
     if encrypts:
         return Codec(serde.dumps_typed, serde.loads_typed)
     return Codec(lambda body: ("json", body), lambda stored: stored[1])
+
+
+def _text_id(config: Any) -> Any:
+    """``config`` with its ``thread_id`` as text, as the manifest has it; not every saver takes 1 and "1" for the same thread."""
+    place = (config or {}).get("configurable", {})
+    if isinstance(place.get("thread_id", ""), str):
+        return config
+    return {**config, "configurable": {**place, "thread_id": str(place["thread_id"])}}
