@@ -293,7 +293,7 @@ class ExtentStore:
                 except (IndexUnavailable, Fenced):
                     return None
                 if kept.place == record.place:
-                    self._note(replace(kept, token_ids=record.token_ids))
+                    self._note(replace(kept, token_ids=record.token_ids, checksum=record.checksum))
                     self._computed.add(kept.extent_id)
                 elif kept.place is not None:
                     try:
@@ -451,8 +451,8 @@ class ExtentStore:
                     allocation = self.pool.reserve(self.layout.num_bytes(even(record.num_tokens)))
                 if allocation is None:
                     break
-                self._own_rows(allocation, record.num_tokens).copy_(self.rows(record))
-                if not self._place(record, allocation):
+                rows = self._own_rows(allocation, record.num_tokens).copy_(self.rows(record))
+                if not self._place(replace(record, checksum=checksum(rows)), allocation):
                     continue
                 self.counts.adoptions += 1
             self.index.leave(peer.owner)
@@ -641,7 +641,7 @@ class ExtentStore:
             self.pool.free(record.place.allocation)
         elif kept.extent_id != record.extent_id:
             self._forget(record.extent_id)
-            self._note(replace(kept, token_ids=record.token_ids))
+            self._note(replace(kept, token_ids=record.token_ids, checksum=record.checksum))
 
     def _put(self, record: ExtentRecord) -> tuple[ExtentRecord, Receipt]:
         try:
@@ -762,7 +762,8 @@ class ExtentStore:
         try:
             self._bring(record)
             rows = self.rows(record)
-            if self.disk is not None and self.disk.write(stored(record), rows):
+            # What the index says may be the checksum of an equal extent's other bits.
+            if self.disk is not None and self.disk.write(stored(replace(record, checksum=checksum(rows))), rows):
                 self.counts.spills += 1
             if self.is_live(record):  # what was written while its bytes changed hands is caught by its checksum
                 self.index.set_on_disk(record.extent_id, True)
