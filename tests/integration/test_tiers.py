@@ -136,6 +136,36 @@ def test_a_directory_that_was_emptied_under_a_broker_costs_a_prefill(
     assert goes_on(broker, handle) == cold(IDS)
 
 
+def test_equal_tokens_computed_to_other_bits_are_checked_against_their_own_sum(
+    host: Host, server: RealServer, engines: Callable[..., TransformersEngine], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """An extent keeps its name when its bytes are somebody else's; its checksum is of the bytes that are there."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(host.folder))
+    ids = tuple(IDS[:300])
+
+    def publish(broker: KVBroker, value: float) -> int:
+        store = broker._store
+        allocation = store.reserve(len(ids))
+        assert allocation is not None
+        store.tensor(allocation, len(ids)).fill_(value)
+        published = store.publish(store.sequence(ids), 0, len(ids), allocation, 0, None)
+        assert published is not None
+        store.release(published[1])
+        return published[0].extent_id
+
+    def opened(**options: object) -> KVBroker:
+        return KVBroker.open(engines("llama"), index=server.url, pool_bytes=4 * SIZE, **options)  # type: ignore[arg-type]
+
+    with opened(disk=tmp_path / "kv") as writer, opened() as other:
+        extent = publish(writer, 1.0)
+        assert writer._store.spill(extent)
+        assert writer._store.drop(extent) > 0
+        assert publish(other, 2.0) == extent
+        assert other.check() == []
+        assert writer.check() == []
+
+
 # --- case 10: killed brokers ---
 
 
