@@ -52,7 +52,7 @@ def test_four_workers_prefill_a_shared_context_once_and_hold_one_copy(
     # Pools are touched when they are made; readers map what is there.
     held = sum(shared_bytes(worker.pid) for worker in workers) - before
     assert abs(held) < num_pool_bytes(len(LONG)) / 10
-    assert {worker("generate", handles[0], NUM_NEW) for worker in workers} == {cold(LONG)}
+    assert {worker("generate", handles[0], 2) for worker in workers} == {cold(LONG, 2)}
     assert [worker("check") for worker in workers] == 4 * [[]]
     assert [worker("warnings") for worker in workers] == 4 * [[]]
 
@@ -141,8 +141,8 @@ def test_after_all_are_killed_what_was_written_is_not_prefilled_again(
     assert [worker("materialize", LONG) for worker in after] == [handle, handle]
     assert sum(worker("stats")["num_prefilled_tokens"] for worker in after) == 0
     ids = [*LONG, *tiny.words(20, seed=9)]
-    assert after[1]("generate", child, NUM_NEW) == cold(ids)
-    assert after[0]("generate", handle, NUM_NEW) == cold(LONG)
+    assert after[1]("generate", child, 2) == cold(ids, 2)
+    assert after[0]("generate", handle, 2) == cold(LONG, 2)
     for worker in after:
         found = worker("stats")
         assert found["num_prefilled_tokens"] == len("so")
