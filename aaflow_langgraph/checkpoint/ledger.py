@@ -5,16 +5,17 @@ Knows brokers, the manifest and a disk pool; knows no LangGraph saver. All of it
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 from aaflow_langgraph.broker import KVBroker
-from aaflow_langgraph.checkpoint.sidecar import Key, RecipeRow, Reference, Sidecar, Slot
+from aaflow_langgraph.checkpoint.sidecar import Key, NoRoom, RecipeRow, Reference, Sidecar, Slot
 from aaflow_langgraph.errors import (
     AAFlowError,
     CapacityError,
@@ -34,6 +35,8 @@ Durability = Literal["recipe", "evict", "sync", "async"]
 EXTENTS_BYTES = 16 << 30
 """The most that the tensors of one model may take beside a saver; those used least recently go first. A broker that was
 opened with ``disk=`` keeps them there instead, by its own ``disk_bytes``."""
+
+Result = TypeVar("Result")
 
 _MAX_TRIES = 4
 _MAX_UNWRITTEN = 4096
@@ -70,7 +73,7 @@ class Ledger:
         self._undo = ExitStack()
         self._undo.callback(self.sidecar.close)
         try:
-            self.forget(self.sidecar.drop_orphans())
+            self.forget(self.with_room(self.sidecar.drop_orphans))
             for broker in brokers:
                 self._attach(broker, directory / "extents")
         except BaseException:
@@ -106,7 +109,7 @@ class Ledger:
                 if missing is not None:
                     accounted.add(handle.kv_id)
                     rows |= {row.kv_id: row for row in missing if row.kv_id not in rows}
-            if self.sidecar.note(slot, references, list(rows.values()), accounted):
+            if self.with_room(self.sidecar.note, slot, references, list(rows.values()), accounted):
                 break
         else:
             raise PersistenceError(
@@ -116,8 +119,26 @@ class Ledger:
             undone = self.sidecar.not_durable(accounted)
             self._persist([handle for handle in handles if handle.kv_id in undone])
 
+    def with_room(self, change: Callable[..., Result], *details: Any) -> Result:
+        """A change of the manifest; on a full disk tensors make room for it, as long as there are any.
+
+        Raises:
+            PersistenceError: It cannot be written. Way out: fail.
+        """
+        while True:
+            try:
+                return change(*details)
+            except NoRoom as error:
+                if not self._make_room():
+                    raise
+                self._say(
+                    "room", "the disk is full: tensors are removed so that the manifest can be written (%s)", error
+                )
+
     def confirm(self, slots: Collection[Slot]) -> None:
         """The saver has what these references are for. A failure costs a look at the saver at the next sweep, no more."""
+        if not slots:
+            return
         try:
             self.sidecar.confirm(slots)
         except PersistenceError as error:
@@ -125,8 +146,7 @@ class Ledger:
 
     def confirm_checkpoint(self, key: Key) -> None:
         """The saver has this checkpoint, and so the writes that came ahead of it."""
-        if slots := self.sidecar.open_slots_of(key):
-            self.confirm(slots)
+        self.confirm(self.sidecar.open_slots_of(key))
 
     def forget(self, freed: Mapping[str, Sequence[str]]) -> int:
         """Remove the tensors that only deleted recipes had; bytes."""
@@ -165,6 +185,16 @@ class Ledger:
         return sum(disk.used_bytes for disk in self._disks.values())
 
     # ---------------------------------------------------------------- inside
+
+    def _make_room(self) -> bool:
+        """Remove some tensors; False when there are none."""
+        for namespace, disk in self._disks.items():
+            for extent in disk.scan():
+                self._brokers[namespace].forget_names((*extent.hashes, extent.end_id), lambda names: False)
+                with contextlib.suppress(CapacityError):
+                    disk.remove(extent.name)  # the broker may not know a file of another process
+                return True
+        return False
 
     def _attach(self, broker: KVBroker, extents: Path) -> None:
         broker.add_recipe_source(self._find)

@@ -67,6 +67,7 @@ class Operations:
     def __init__(self, inner: Inner, ledger: Ledger, locks: ThreadLocks, waiting: Waiting, late: LateWrites) -> None:
         self._inner = inner
         self._ledger = ledger
+        self._sidecar = ledger.sidecar
         self._locks = locks
         self._waiting = waiting
         self._late = late
@@ -98,7 +99,7 @@ class Operations:
                 "checkpoint_id": key.checkpoint_id,
             }
         }
-        generation = self._ledger.sidecar.generation(key.thread_id)
+        generation = self._sidecar.generation(key.thread_id)
         if generation is not None:
             missing = yield from self._missing_parent(key, generation, config, metadata)
             if missing is not None:
@@ -133,7 +134,7 @@ class Operations:
         """``put_writes`` under the thread's lock."""
         place = config["configurable"]
         key = Key(_thread_of(config), place.get("checkpoint_ns", ""), place["checkpoint_id"])
-        generation = self._ledger.sidecar.generation(key.thread_id)
+        generation = self._sidecar.generation(key.thread_id)
         if generation is not None and not (yield from self._is_stored(key, generation)):
             operation = partial(self._put_writes_alone, config, writes, task_id, task_path)
             self._postpone(key, None, operation, is_late=False)
@@ -181,24 +182,22 @@ class Operations:
 
     def delete_thread(self, thread_id: str, how: tuple[Any, ...], **options: Any) -> Steps[None]:
         """Delete a thread by the inner saver's method ``how``."""
-        sidecar = self._ledger.sidecar
         lock = yield self._lock([thread_id])
         with lock:
-            sidecar.bury(thread_id)
+            self._ledger.with_room(self._sidecar.bury, thread_id)
             self._waiting.drop_thread(thread_id)
             yield self._inner.call(*how, **options)
-            self._ledger.forget(sidecar.drop_thread(thread_id))
+            self._ledger.forget(self._ledger.with_room(self._sidecar.drop_thread, thread_id))
 
     def copy_thread(self, source: str, target: str) -> Steps[None]:
         """As the saver's ``copy_thread``. References first: a crash leaves none of the copy's without."""
         if source == target:
             return
-        sidecar = self._ledger.sidecar
         lock = yield self._lock([source, target])
         with lock:
-            sidecar.copy(source, target)
+            self._ledger.with_room(self._sidecar.copy, source, target)
             yield from self._inner.copy_thread(source, target)
-            self._ledger.confirm(sidecar.slots(target))
+            self._ledger.confirm(self._sidecar.slots(target))
 
     def delete_for_runs(self, run_ids: Sequence[str]) -> Steps[None]:
         """As the saver's ``delete_for_runs``."""
@@ -210,7 +209,7 @@ class Operations:
             lock = yield self._lock(threads)
             with lock:
                 for thread_id in threads:
-                    self._ledger.sidecar.doubt(thread_id)
+                    self._ledger.with_room(self._sidecar.doubt, thread_id)
                 yield self._inner.call("delete_for_runs", run_ids)
                 for thread_id in threads:
                     yield from self._settle(thread_id)
@@ -232,7 +231,7 @@ class Operations:
         lock = yield self._lock([thread_id])
         with lock:
             if self._inner.has("prune"):
-                self._ledger.sidecar.doubt(thread_id)
+                self._ledger.with_room(self._sidecar.doubt, thread_id)
                 yield self._inner.call("prune", [thread_id], strategy=strategy)
                 yield from self._settle(thread_id)
             elif strategy == "keep_latest":
@@ -246,38 +245,38 @@ class Operations:
         """Take checkpoints out of the inner saver and their references out of the manifest."""
         if not rows:
             return
-        sidecar = self._ledger.sidecar
-        sidecar.doubt(thread_id)
+        self._ledger.with_room(self._sidecar.doubt, thread_id)
         yield from self._inner.remove(thread_id, rows, operation)
         gone = set(rows)
-        slots = sidecar.slots(thread_id)
+        slots = self._sidecar.slots(thread_id)
         self._waiting.forget_thread(thread_id)
-        self._ledger.forget(sidecar.drop([slot for slot in slots if slot.key[1:] in gone]))
+        self._ledger.forget(
+            self._ledger.with_room(self._sidecar.drop, [slot for slot in slots if slot.key[1:] in gone])
+        )
         self._ledger.confirm([slot for slot in slots if slot.key[1:] not in gone])
 
     def _settle(self, thread_id: str) -> Steps[None]:
         """Ask the inner saver what it kept of a thread, and drop the references of the rest."""
         self._waiting.forget_thread(thread_id)
-        yield from self._check_slots(self._ledger.sidecar.open_slots(thread_id, before_s=0.0))
+        yield from self._check_slots(self._sidecar.open_slots(thread_id, before_s=0.0))
 
     # ---------------------------------------------------------------- sweeping
 
     def sweep(self, grace_s: float, *, verify: bool) -> Steps[Swept]:
         """As the saver's ``sweep``."""
-        ledger, sidecar = self._ledger, self._ledger.sidecar
         num_slots = 0
-        for thread_id in sidecar.threads(only_open=not verify):
+        for thread_id in self._sidecar.threads(only_open=not verify):
             lock = yield self._lock([thread_id])
             with lock:
                 before_s = time.time() - grace_s
-                slots = sidecar.open_slots(thread_id, before_s)
+                slots = self._sidecar.open_slots(thread_id, before_s)
                 if verify:
-                    young = set(sidecar.open_slots(thread_id, float("inf"))) - set(slots)
-                    slots = [slot for slot in sidecar.slots(thread_id) if slot not in young]
+                    young = set(self._sidecar.open_slots(thread_id, float("inf"))) - set(slots)
+                    slots = [slot for slot in self._sidecar.slots(thread_id) if slot not in young]
                 num_slots += yield from self._check_slots(slots)
-        ledger.forget(sidecar.drop_orphans())
-        sidecar.drop_tombstones(time.time() - TOMBSTONE_LASTS_S)
-        return Swept(num_slots, ledger.sweep_extents())
+        self._ledger.forget(self._ledger.with_room(self._sidecar.drop_orphans))
+        self._sidecar.drop_tombstones(time.time() - TOMBSTONE_LASTS_S)
+        return Swept(num_slots, self._ledger.sweep_extents())
 
     def _check_slots(self, slots: Sequence[Slot]) -> Steps[int]:
         """Confirm the references of rows that the inner saver has, drop the others; how many were dropped."""
@@ -292,12 +291,13 @@ class Operations:
             for slot in its_slots:
                 (kept if slot.task_id in tasks else gone).append(slot)
         self._ledger.confirm(kept)
-        self._ledger.forget(self._ledger.sidecar.drop(gone))
+        if gone:
+            self._ledger.forget(self._ledger.with_room(self._sidecar.drop, gone))
         return len(gone)
 
     def _lock(self, thread_ids: Collection[str]) -> Call:
         """Wait for threads' locks. Polled on a loop: waiting in worker threads could take all that the holder needs to go on."""
-        self._ledger.sidecar.check_open()
+        self._sidecar.check_open()
         locks, names = self._locks, list(thread_ids)
 
         async def poll() -> ThreadLock:

@@ -52,6 +52,10 @@ CREATE INDEX refs_open ON refs (created_s) WHERE state != 1;
 """
 
 
+class NoRoom(PersistenceError):
+    """The manifest's file system is full."""
+
+
 class Key(NamedTuple):
     """One checkpoint."""
 
@@ -369,7 +373,7 @@ class Sidecar:
                     if self._db.in_transaction:
                         self._db.execute("ROLLBACK")
             except sqlite3.Error as error:
-                raise PersistenceError(
+                raise (NoRoom if _is_for_lack_of_room(error) else PersistenceError)(
                     f"{self.path} cannot be written: {error}. Nothing was changed; free some room on its file system, or give "
                     f"uid {os.geteuid()} the right to write, and run again"
                 ) from error
@@ -408,6 +412,11 @@ def _collect(db: sqlite3.Connection, kv_ids: set[str]) -> dict[str, list[str]]:
             ]
         )
     }
+
+
+def _is_for_lack_of_room(error: sqlite3.Error) -> bool:
+    """Full, or an I/O error as it comes from a file that cannot grow."""
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
 
 
 def _parts(values: Sequence[str]) -> Iterator[Sequence[str]]:

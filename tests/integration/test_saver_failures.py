@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sqlite3
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,10 +19,13 @@ from langchain_core.runnables import RunnableConfig
 from langgraph.checkpoint.base import empty_checkpoint
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.checkpoint.serde.encrypted import EncryptedSerializer
+from langgraph.checkpoint.sqlite import SqliteSaver
 
 from aaflow_langgraph import KVBroker, KVCheckpointSaver, KVHandle
-from aaflow_langgraph.checkpoint.sidecar import FORMAT_VERSION
+from aaflow_langgraph.checkpoint.locks import ThreadLock
+from aaflow_langgraph.checkpoint.sidecar import FORMAT_VERSION, Sidecar
 from aaflow_langgraph.errors import ConfigError, PersistenceError
+from aaflow_langgraph.pool.disk import DiskPool
 from tests.oracle import stock_of
 from tests.savers import DOCS, SHORT, Bystander, asking, is_empty, put, query, thread
 
@@ -420,4 +425,101 @@ async def test_a_write_that_began_is_finished_when_its_caller_is_cancelled(broke
         go_on.set()
         await deleting
         assert saver.get_tuple(thread()) is None
+        assert is_empty(saver)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 2 MiB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=2m,mode=0700", "tmpfs", str(folder)]
+    mounted = subprocess.run(command, capture_output=True, check=False)
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a tmpfs: {mounted.stderr.decode().strip()}")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_on_a_full_disk_tensors_are_given_up_before_recipes_and_recipes_before_checkpoints(
+    small_disk: Path, broker: KVBroker
+) -> None:
+    memory = InMemorySaver()
+    with KVCheckpointSaver(memory, broker, durability="sync", directory=small_disk) as saver:
+
+        def store(number: int) -> None:
+            put(saver, {"docs": broker.materialize([9, number % 200 + 10, number // 200 + 10] * 130)}, name=str(number))
+
+        for number in range(12):  # 300 kB of tensors each
+            store(number)
+        stats = saver.stats()
+        assert stats.manifest.num_recipes == 12
+        assert stats.num_tensor_failures > 0
+        assert 0 < stats.tensor_bytes < 2 << 20
+        _fill(small_disk)
+        number = 12
+        with contextlib.suppress(PersistenceError):
+            while number < 2000:
+                store(number)
+                _fill(small_disk)
+                number += 1
+        assert number < 2000
+        assert saver.stats().tensor_bytes == 0, "tensors made room for recipes to the last"
+        with pytest.raises(PersistenceError, match="free some room"):
+            store(number)
+        assert memory.get_tuple(thread(str(number), checkpoint_ns="")) is None
+        assert saver.get_tuple(thread("0")) is not None
+        (small_disk / "filler").unlink()
+        store(number)
+        for name in range(number + 1):
+            saver.delete_thread(str(name))
+        assert is_empty(saver)
+
+
+def _fill(folder: Path) -> None:
+    """Leave no room."""
+    with (folder / "filler").open("ab", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(b"x" * 4096)
+
+
+async def test_async_methods_touch_no_file_on_the_loops_thread(
+    broker: KVBroker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Case 15: what blocks runs elsewhere, for a sync and for an async saver inside."""
+    loop_thread = threading.get_ident()
+    touched: list[str] = []
+
+    def watch(owner: type, name: str) -> None:
+        real = getattr(owner, name)
+
+        def watched(*args: Any, **options: Any) -> Any:
+            touched.append(name)
+            assert threading.get_ident() != loop_thread, name
+            return real(*args, **options)
+
+        monkeypatch.setattr(owner, name, watched)
+
+    connection = sqlite3.connect(tmp_path / "c.sqlite", check_same_thread=False)
+    with closing(connection), KVCheckpointSaver(SqliteSaver(connection), broker, durability="sync") as saver:
+        graph = asking(broker).compile(checkpointer=saver)
+        with monkeypatch.context():
+            watch(Sidecar, "_rows")
+            watch(Sidecar, "_writing")
+            watch(ThreadLock, "take")
+            watch(DiskPool, "write")
+            watch(DiskPool, "remove")
+            watch(SqliteSaver, "cursor")
+            await graph.ainvoke({"question": "What?"}, thread())
+            await graph.aget_state(thread())
+            assert len([found async for found in saver.alist(thread())]) == 4
+            await saver.acopy_thread("1", "2")
+            await saver.aprune(["1"])
+            await saver.adelete_for_runs(["none"])
+            await saver.aget_delta_channel_history(config=thread("2", checkpoint_ns=""), channels=["x"])
+            for name in "12":
+                await saver.adelete_thread(name)
+            await saver.asweep(grace_s=0)
+            monkeypatch.undo()
+        assert {"_rows", "_writing", "take", "write", "remove", "cursor"} <= set(touched)
         assert is_empty(saver)
