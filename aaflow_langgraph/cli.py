@@ -102,6 +102,13 @@ def _add_inspection(commands: argparse._SubParsersAction[argparse.ArgumentParser
         ("prometheus", "metrics in Prometheus' text format"),
     ):
         form.add_argument(f"--{name}", dest="form", action="store_const", const=name, default="table", help=words)
+    for command in (check, gc):
+        command.add_argument(
+            "--checkpoints",
+            default=None,
+            metavar="PATH",
+            help="as passed to KVCheckpointSaver.local, or its directory=",
+        )
     check.add_argument("--payloads", action="store_true", help="read all KV and compare it with its checksums")
     gc.add_argument("--run-dir", action="store_true", help="also sockets and memory files of processes that are gone")
     gc.add_argument("--quarantine", action="store_true", help="also damaged files that were kept for a look")
@@ -119,7 +126,9 @@ def _inspect(arguments: argparse.Namespace) -> int:
 def _check(arguments: argparse.Namespace) -> int:
     from aaflow_langgraph.inspection import commands
 
-    return commands.check(arguments.index, arguments.disk, payloads=arguments.payloads, as_json=arguments.json)
+    return commands.check(
+        arguments.index, arguments.disk, arguments.checkpoints, payloads=arguments.payloads, as_json=arguments.json
+    )
 
 
 def _gc(arguments: argparse.Namespace) -> int:
@@ -128,6 +137,7 @@ def _gc(arguments: argparse.Namespace) -> int:
     return commands.gc(
         arguments.index,
         arguments.disk,
+        arguments.checkpoints,
         apply=arguments.apply,
         quarantine=arguments.quarantine,
         run_dir=arguments.run_dir,

@@ -7,13 +7,15 @@ what is found is looked at once more, a moment later: what is the same both time
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import xxhash
 
+from aaflow_langgraph.checkpoint.beside import Beside
 from aaflow_langgraph.index.base import ExtentRecord
+from aaflow_langgraph.inspection import checkpoints
 from aaflow_langgraph.inspection.view import Outside, Seen, file_of
 from aaflow_langgraph.model import KVLayout
 from aaflow_langgraph.pool.sweep import leftovers
@@ -29,7 +31,7 @@ _ANY_LAYOUT = KVLayout(1, 1, 1, "float32", 4)
 
 @dataclass(frozen=True, slots=True, order=True)
 class Found:
-    """One thing that was found. ``where``: the first digits of its namespace, ``"disk"`` or ``"run dir"``."""
+    """One thing that was found. ``where``: the first digits of its namespace, ``"disk"``, ``"checkpoints"`` or ``"run dir"``."""
 
     where: str
     invariant: str
@@ -59,22 +61,29 @@ class Checked:
         return {"schema": 1, "name": "check", **asdict(self)}
 
 
-def check(outside: Outside, *, payloads: bool = False, pause: Callable[[float], object] = time.sleep) -> Checked:
+def check(
+    outsides: Sequence[Outside],
+    *,
+    beside: Beside | None = None,
+    payloads: bool = False,
+    pause: Callable[[float], object] = time.sleep,
+) -> Checked:
     """Look, and look again if anything was found.
 
     Args:
-        outside: What to look at.
+        outsides: What to look at.
+        beside: What lies beside a checkpoint saver, to look at as well; its files of tensors are one of ``outsides``.
         payloads: Read all KV and compare it with its checksum, too: files, and memory whose shape the files tell.
         pause: Waits between the looks.
 
     Raises:
-        ConfigError, IndexUnavailable: As ``Outside.look``.
+        ConfigError, IndexUnavailable: As ``Outside.look`` and ``Beside``.
     """
-    found, notes, seen = _look(outside, payloads)
+    found, notes, seen = _look_at_all(outsides, beside, payloads)
     again = found
     if found:
         pause(PAUSE_S)
-        again, notes, seen = _look(outside, payloads)
+        again, notes, seen = _look_at_all(outsides, beside, payloads)
     return Checked(
         tuple(sorted(found & again)),
         tuple(sorted(found ^ again)),
@@ -101,6 +110,23 @@ def lost_files(seen: Seen) -> list[ExtentRecord]:
     return [
         record for record in seen.records() if files is not None and record.on_disk and file_of(record) not in files
     ]
+
+
+def _look_at_all(
+    outsides: Sequence[Outside], beside: Beside | None, payloads: bool
+) -> tuple[set[Found], list[str], list[Seen]]:
+    found: set[Found] = set()
+    notes: list[str] = []
+    seen: list[Seen] = []
+    for outside in outsides:
+        its_found, its_notes, its_seen = _look(outside, payloads)
+        found |= its_found
+        notes += its_notes
+        seen += its_seen
+    if beside is not None:
+        found |= {Found(checkpoints.WHERE, invariant, what) for invariant, what in checkpoints.findings(beside)}
+        notes += [f"{checkpoints.WHERE}: {note}" for note in checkpoints.notes(beside)]
+    return found, notes, seen
 
 
 def _look(outside: Outside, payloads: bool) -> tuple[set[Found], list[str], list[Seen]]:

@@ -7,15 +7,18 @@ removal is conditional where it matters, so that what came to life since the pla
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from aaflow_langgraph.checkpoint.beside import Beside
 from aaflow_langgraph.errors import ConfigError
 from aaflow_langgraph.index.redis import RedisIndex
 from aaflow_langgraph.inspection.check import PAUSE_S, lost_files, lost_places
+from aaflow_langgraph.inspection.checkpoints import Removal
 from aaflow_langgraph.inspection.view import Outside, Seen
 from aaflow_langgraph.pool.inventory import Inventory
 from aaflow_langgraph.pool.sweep import leftovers, sweep
@@ -55,9 +58,10 @@ class Cleaned:
 
 
 def clean(
-    outside: Outside | None,
+    outsides: Sequence[Outside],
     *,
     apply: bool,
+    beside: Beside | None = None,
     quarantine: bool = False,
     run_dir: bool = False,
     pause: Callable[[float], object] = time.sleep,
@@ -67,35 +71,42 @@ def clean(
     The plan is made twice, a moment apart: what heirs or a sweep take care of by themselves is left to them.
 
     Args:
-        outside: Index and files to clean up; None for the run directory alone.
+        outsides: Indexes and files to clean up; none for the run directory alone.
         apply: Do it.
+        beside: What lies beside a checkpoint saver, to clean up as well; its files of tensors are one of ``outsides``.
         quarantine: Damaged files that were kept for a look, too.
         run_dir: Sockets and fallback memory of dead owners, too, whatever index they used.
         pause: Waits between the two looks.
 
     Raises:
-        ConfigError, IndexUnavailable: As ``Outside.look``. What was removed until then stays removed.
+        ConfigError, IndexUnavailable: As ``Outside.look`` and ``Beside``. What was removed until then stays removed.
     """
-    if outside is None and not run_dir:
-        raise ConfigError("nothing to clean up: give --index URL, --disk DIR, --run-dir or several of them")
-    steps = _plan(outside, quarantine, run_dir)
-    if steps:
-        pause(PAUSE_S)
-        before = set(steps)
-        steps = [step for step in _plan(outside, quarantine, run_dir) if step in before]
-    return Cleaned(apply, tuple(step for step in steps if not apply or step.remove()))
+    if not outsides and beside is None and not run_dir:
+        raise ConfigError(
+            "nothing to clean up: give --index URL, --disk DIR, --checkpoints PATH, --run-dir or several of them"
+        )
+    with ExitStack() as stack:
+        removal = None if beside is None else stack.enter_context(Removal(beside))
+        steps = _plan(outsides, removal, quarantine, run_dir)
+        if steps:
+            pause(PAUSE_S)
+            before = set(steps)
+            steps = [step for step in _plan(outsides, removal, quarantine, run_dir) if step in before]
+        return Cleaned(apply, tuple(step for step in steps if not apply or step.remove()))
 
 
-def _plan(outside: Outside | None, quarantine: bool, run_dir: bool) -> list[Step]:
+def _plan(outsides: Sequence[Outside], removal: Removal | None, quarantine: bool, run_dir: bool) -> list[Step]:
     steps: list[Step] = []
-    if outside is not None:
+    for outside in outsides:
         for seen in outside.look():
             if seen.index is not None:
                 steps += _of_index(seen, seen.index)
         if outside.inventory is not None:
             steps += _of_files(outside.inventory, quarantine)
+    if removal is not None:
+        steps += [Step(what, num_bytes, remove) for what, num_bytes, remove in removal.steps()]
     if run_dir:
-        place = outside.run_dir if outside else None
+        place = outsides[0].run_dir if outsides else None
         steps += [
             Step(f"{path}, left by a process that is gone", num_bytes, partial(_swept, path, place))
             for path, num_bytes in leftovers(place).items()

@@ -9,11 +9,13 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any, Literal
 
 from rich.console import Console
 from rich.live import Live
 
+from aaflow_langgraph.checkpoint.beside import Beside
 from aaflow_langgraph.inspection.table import printable, size, tables
 from aaflow_langgraph.inspection.view import MEMORY, Outside, document
 
@@ -39,12 +41,15 @@ def inspect(index: str, disk: str | None, form: Form) -> int:
     return 0
 
 
-def check(index: str, disk: str | None, *, payloads: bool, as_json: bool) -> int:
+def check(index: str, disk: str | None, checkpoints: str | None, *, payloads: bool, as_json: bool) -> int:
     """Check; 0 when nothing was found, else 1."""
     from aaflow_langgraph.inspection.check import check
 
-    with Outside(index, disk) as outside:
-        checked = check(outside, payloads=payloads)
+    with ExitStack() as stack:
+        beside = None if checkpoints is None else stack.enter_context(Beside(checkpoints))
+        outsides = [] if beside is not None and (index, disk) == (MEMORY, None) else [Outside(index, disk)]
+        outsides += _tensors(beside)
+        checked = check([stack.enter_context(one) for one in outsides], beside=beside, payloads=payloads)
     if as_json:
         _print_json(checked.document())
     else:
@@ -59,15 +64,24 @@ def check(index: str, disk: str | None, *, payloads: bool, as_json: bool) -> int
     return 1 if checked.findings else 0
 
 
-def gc(index: str, disk: str | None, *, apply: bool, quarantine: bool, run_dir: bool, as_json: bool) -> int:
+def gc(
+    index: str,
+    disk: str | None,
+    checkpoints: str | None,
+    *,
+    apply: bool,
+    quarantine: bool,
+    run_dir: bool,
+    as_json: bool,
+) -> int:
     """Say what would be removed, or remove it."""
     from aaflow_langgraph.inspection.clean import clean
 
-    if index == MEMORY and disk is None:
-        cleaned = clean(None, apply=apply, quarantine=quarantine, run_dir=run_dir)
-    else:
-        with Outside(index, disk) as outside:
-            cleaned = clean(outside, apply=apply, quarantine=quarantine, run_dir=run_dir)
+    with ExitStack() as stack:
+        beside = None if checkpoints is None else stack.enter_context(Beside(checkpoints))
+        outsides = [] if (index, disk) == (MEMORY, None) else [Outside(index, disk)]
+        opened = [stack.enter_context(one) for one in (*outsides, *_tensors(beside))]
+        cleaned = clean(opened, beside=beside, apply=apply, quarantine=quarantine, run_dir=run_dir)
     if as_json:
         _print_json(cleaned.document())
         return 0
@@ -77,6 +91,11 @@ def gc(index: str, disk: str | None, *, apply: bool, quarantine: bool, run_dir: 
     end = "" if apply or not cleaned.removed else "; --apply does it"
     _print(f"{len(cleaned.removed)} things, {size(num_bytes)}{end}")
     return 0
+
+
+def _tensors(beside: Beside | None) -> list[Outside]:
+    """The files of a saver's tensors: a disk pool like any other."""
+    return [] if beside is None or beside.extents is None else [Outside(MEMORY, str(beside.extents))]
 
 
 def _watch(outside: Outside) -> None:

@@ -21,6 +21,7 @@ from aaflow_langgraph.pool import _placed, _safetensors
 from aaflow_langgraph.pool._disk_root import MARKER, claim
 from aaflow_langgraph.pool._listing import FILE
 from aaflow_langgraph.pool._room import EXTENT
+from aaflow_langgraph.pool._safetensors import StoredExtent
 
 _NAMESPACE = re.compile(r"[0-9a-f]{64}")
 _QUARANTINED = re.compile(r"[0-9]{20}-[0-9a-f]{8}-" + FILE.pattern)
@@ -99,9 +100,18 @@ class Inventory:
                 continue
             extents[file.removesuffix(EXTENT)] = size
             with contextlib.suppress(OSError, IntegrityError, KVMissing):
-                tokens, layout = _described(folder, file, namespace, layout)
-                num_tokens += tokens
+                extent, layout = _described(folder, file, namespace, layout)
+                num_tokens += len(extent.token_ids)
         return Stock(extents, num_tokens, num_recipes, recipe_bytes, layout)
+
+    def heads(self, namespace: str) -> Iterator[tuple[StoredExtent, int]]:
+        """What the headers of a namespace's extents say, as far as they can be read, and the bytes of their files."""
+        layout: KVLayout | None = None
+        for folder, file, size in self._files(namespace):
+            if file.endswith(EXTENT):
+                with contextlib.suppress(OSError, IntegrityError, KVMissing):
+                    extent, layout = _described(folder, file, namespace, layout)
+                    yield extent, size
 
     def leftovers(self) -> dict[str, int]:
         """Unfinished files whose writers are gone, with their sizes."""
@@ -110,6 +120,15 @@ class Inventory:
     def quarantined(self) -> dict[str, int]:
         """Damaged files that were moved away, with their sizes."""
         return self._sizes("quarantine", lambda _, name: _QUARANTINED.fullmatch(name) is not None)
+
+    def remove_extent(self, namespace: str, name: str) -> bool:
+        """Remove a whole extent; False when there is none of that name any more.
+
+        Raises:
+            ConfigError: The system refuses it. Way out: fail.
+        """
+        with self._opened(self._root, namespace) as files, self._opened(files, name[:2]) as folder:
+            return folder >= 0 and self._unlink_in(folder, f"{name}{EXTENT}", namespace)
 
     def remove_leftover(self, name: str) -> bool:
         """Remove an unfinished file whose writer is gone; False when there is none of that name any more.
@@ -151,9 +170,12 @@ class Inventory:
         return found
 
     def _unlink(self, place: str, name: str) -> bool:
+        with self._opened(self._root, place) as folder:
+            return self._unlink_in(folder, name, place)
+
+    def _unlink_in(self, folder: int, name: str, place: str) -> bool:
         try:
-            with self._opened(self._root, place) as folder:
-                os.unlink(name, dir_fd=folder)
+            os.unlink(name, dir_fd=folder)
         except FileNotFoundError:  # somebody else cleans up too
             return False
         except OSError as error:
@@ -174,12 +196,12 @@ class Inventory:
             os.close(fd)
 
 
-def _described(folder: int, file: str, namespace: str, layout: KVLayout | None) -> tuple[int, KVLayout]:
-    """Tokens of an extent's file and the shape of its KV, if its header agrees with itself."""
+def _described(folder: int, file: str, namespace: str, layout: KVLayout | None) -> tuple[StoredExtent, KVLayout]:
+    """The extent of a file and the shape of its KV, if its header agrees with itself."""
     fd = os.open(file, _placed.FILE_FLAGS, dir_fd=folder)
     try:
         shape = layout or _own_layout(fd)
-        return len(_safetensors.read_head(fd, namespace, shape).extent.token_ids), shape
+        return _safetensors.read_head(fd, namespace, shape).extent, shape
     finally:
         os.close(fd)
 

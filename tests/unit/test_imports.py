@@ -48,6 +48,7 @@ NEIGHBOURS = frozenset(
         ("session", "tail"),
         ("store", "lease"),
         ("tail", "store"),
+        ("inspection", "checkpoint"),
         ("inspection", "metrics"),
         ("graph", "checkpoint"),
         ("chat", "graph"),
