@@ -61,6 +61,10 @@ class Past:
         num_read = tail.length + (1 if num_new == 1 else 0)
         self._reads = self._pieces + [_per_layer(tail.kv[..., a:b, :]) for a, b in self._cuts(num_read)]
 
+    def pieces(self, num_tail: int) -> list[list[tuple[torch.Tensor, ...]]]:
+        """Keys and values of everything in front of position ``tail.start + num_tail``, by layer."""
+        return self._pieces + ([_per_layer(self.tail.kv[..., :num_tail, :])] if num_tail else [])
+
     def slots(self) -> tuple[torch.Tensor, ...]:
         """For every layer the room of its new keys and values, ``[2, H, T, D]``."""
         at = self.tail.length

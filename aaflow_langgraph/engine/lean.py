@@ -27,6 +27,8 @@ from transformers.models.qwen2 import modeling_qwen2
 from transformers.models.qwen3 import modeling_qwen3
 
 from aaflow_langgraph.engine.attention import Past
+from aaflow_langgraph.engine.batch import Step
+from aaflow_langgraph.engine.shared_attention import SharedPast
 
 _FAMILIES: dict[str, Any] = {
     "Llama": modeling_llama,
@@ -152,7 +154,6 @@ class LeanForward:
         ``past.begin(len(token_ids))`` comes first.
         """
         num_new, dim, width, eps = len(token_ids), self._head_dim, self._norm.shape, self._eps
-        num_rotated = self._num_heads + self._num_kv_heads
         cos, sin = self._rotation(position, num_new)
         hidden = functional.embedding(torch.tensor(token_ids, device=self._like[1]), self._embedding)
         for number, (layer, slot) in enumerate(zip(self._layers, past.slots(), strict=True)):
@@ -160,14 +161,7 @@ class LeanForward:
             qkv = layer.qkv(states)
             heads = qkv.view(num_new, -1, dim)
             query = heads[:, : self._num_heads]
-            if layer.head_norms is not None:
-                for turned, norm in zip(
-                    (query, heads[:, self._num_heads : num_rotated]), layer.head_norms, strict=True
-                ):
-                    turned.copy_(functional.rms_norm(turned, (dim,), norm, eps))
-            # The halves of every head swapped; their signs are in the table of sines.
-            swapped = heads[:, :num_rotated].roll(dim // 2, -1).view(num_new, -1)
-            qkv[:, : num_rotated * dim].mul_(cos).addcmul_(swapped, sin)
+            self._turn(layer, qkv, heads, cos, sin)
             slot.copy_(heads[:, self._num_heads :].view(num_new, 2, -1, dim).permute(1, 2, 0, 3))
             if number + 1 == len(self._layers) and num_new > 1:
                 # Behind the last layer's keys and values only the last row is asked for.
@@ -177,6 +171,41 @@ class LeanForward:
             gate, up = layer.gate_up(states).chunk(2, -1)
             hidden.add_(layer.down(functional.silu(gate).mul_(up)))
         return self._head(functional.rms_norm(hidden[-1:], width, self._norm, eps))[0]
+
+    @torch.inference_mode()
+    def together(self, steps: Sequence[Step]) -> list[torch.Tensor]:
+        """``__call__`` for several requests in one forward: logits ``[vocab]`` of each. Begins every past itself."""
+        counts = [len(step.token_ids) for step in steps]
+        rows, dim, width, eps = sum(counts), self._head_dim, self._norm.shape, self._eps
+        tables = [self._rotation(step.position, count) for step, count in zip(steps, counts, strict=True)]
+        cos, sin = (torch.cat(table) for table in zip(*tables, strict=True))
+        past = SharedPast([step.past for step in steps], counts)
+        ids = torch.tensor([token_id for step in steps for token_id in step.token_ids], device=self._like[1])
+        hidden = functional.embedding(ids, self._embedding)
+        for number, layer in enumerate(self._layers):
+            qkv = layer.qkv(functional.rms_norm(hidden, width, layer.norm, eps))
+            heads = qkv.view(rows, -1, dim)
+            self._turn(layer, qkv, heads, cos, sin)
+            past.write(number, heads[:, self._num_heads :].view(rows, 2, -1, dim))
+            hidden.add_(layer.out(past.attend(number, heads[:, : self._num_heads], self._scale)))
+            states = functional.rms_norm(hidden, width, layer.mlp_norm, eps)
+            gate, up = layer.gate_up(states).chunk(2, -1)
+            hidden.add_(layer.down(functional.silu(gate).mul_(up)))
+        last = hidden[torch.tensor(counts).cumsum(0) - 1]
+        return list(self._head(functional.rms_norm(last, width, self._norm, eps)).unbind(0))
+
+    def _turn(
+        self, layer: _Layer, qkv: torch.Tensor, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> None:
+        """Normalise and rotate queries and keys in place."""
+        dim, num_rotated = self._head_dim, self._num_heads + self._num_kv_heads
+        if layer.head_norms is not None:
+            parts = (heads[:, : self._num_heads], heads[:, self._num_heads : num_rotated])
+            for turned, norm in zip(parts, layer.head_norms, strict=True):
+                turned.copy_(functional.rms_norm(turned, (dim,), norm, self._eps))
+        # The halves of every head swapped; their signs are in the table of sines.
+        swapped = heads[:, :num_rotated].roll(dim // 2, -1).view(heads.shape[0], -1)
+        qkv[:, : num_rotated * dim].mul_(cos).addcmul_(swapped, sin)
 
     def _rotation(self, position: int, num_new: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and signed sines, ``[T, (Hq + H) * D]`` in the model's dtype."""

@@ -28,6 +28,7 @@ from transformers.utils.hub import cached_file
 from aaflow_langgraph.engine import attention, cache_adapter, lean
 from aaflow_langgraph.engine.attention import FastPathRefused, Past
 from aaflow_langgraph.engine.base import Piece, Tail, chunk_spans
+from aaflow_langgraph.engine.batch import MOST_ROWS, Batcher, Step
 from aaflow_langgraph.engine.fingerprint import DTYPES, dtype_name, make_namespace, read_cached, write_cached
 from aaflow_langgraph.engine.turns import ChatFrame
 from aaflow_langgraph.errors import ConfigError, ContextTooLong, UnsupportedModel
@@ -73,6 +74,7 @@ class TransformersEngine:
         self.frame = ChatFrame(tokenizer)
         self.device = model.device
         self.lock = threading.Lock()
+        self.batcher = Batcher(self._forward_steps, self.lock)
         self._keyword = cache_adapter.cache_keyword(model)
         self._sliding = cache_adapter.layer_plan(model)
         self.keeps_logits = "logits_to_keep" in inspect.signature(inspect.unwrap(type(model).forward)).parameters
@@ -86,6 +88,7 @@ class TransformersEngine:
         self._select("universal")
         self.layout = self._measure_layout()
         self.lean = lean.recognise(model, self.window)
+        self.read_path = ""  # not known yet: no step shares a forward
         self.read_path = self._probe(folder)
         self.namespace: Namespace = make_namespace(
             model,
@@ -151,6 +154,28 @@ class TransformersEngine:
                 yield
             finally:
                 self._select(self.read_path)
+
+    @property
+    def batches(self) -> bool:
+        """Do steps of several requests share a forward? On CPU, where the lean forward fits the model."""
+        return self.lean is not None and self.read_path == "fast" and self.device.type == "cpu"
+
+    def _forward_steps(self, steps: Sequence[Step]) -> list[torch.Tensor]:
+        """One forward over the steps of several requests, or over one."""
+        lean = self.lean
+        if lean is not None and len(steps) > 1 and lean.ready():
+            return [logits.clone() for logits in lean.together(steps)]
+        return [self.forward_step(step) for step in steps]
+
+    def forward_step(self, step: Step) -> torch.Tensor:
+        """One forward over one step on the fast path. The caller holds ``lock``."""
+        past = step.past
+        with attention.reading(past), torch.no_grad():
+            past.begin(len(step.token_ids))
+            if self.lean is not None and self.lean.ready():
+                # Out of inference mode again: callers may do with logits what they like.
+                return self.lean(step.token_ids, step.position, past).clone()
+            return self.forward(step.token_ids, step.position, step.cache)
 
     def start(self, past: Sequence[Piece], tail: Tail, *, grid: int | None) -> _Run:
         """See ``Engine.start``."""
@@ -375,15 +400,13 @@ class _FastRun(_Run):
         )
 
     def _step(self, token_ids: Sequence[int]) -> torch.Tensor:
-        # One forward at a time per engine: two that share the cores are slower than two in turn.
-        engine, past = self._engine, self._past
-        with engine.lock, attention.reading(past), torch.no_grad():
-            past.begin(len(token_ids))
-            if engine.lean is not None and engine.lean.ready():
-                # Out of inference mode again: callers may do with logits what they like.
-                logits = engine.lean(token_ids, self.position, past).clone()
-            else:
-                logits = engine.forward(token_ids, self.position, self._cache)
+        engine, step = self._engine, Step(token_ids, self.position, self._past, self._cache)
+        # One forward at a time per engine: two that share the cores are slower than two in turn, and one for both is faster.
+        if engine.batches and self._past.grid is None and len(token_ids) <= MOST_ROWS:
+            logits = engine.batcher.step(step)
+        else:
+            with engine.lock:
+                logits = engine.forward_step(step)
         self._tail.length += len(token_ids)
         self.position += len(token_ids)
         return logits
