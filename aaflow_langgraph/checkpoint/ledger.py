@@ -38,15 +38,22 @@ opened with ``disk=`` keeps them there instead, by its own ``disk_bytes``."""
 
 Result = TypeVar("Result")
 
+_UNREMOVED = "tensors could not be removed and stay until the next sweep: %s"
+_UNCONFIRMED = "references stay unconfirmed until the next sweep: %s"
 _MAX_TRIES = 4
-_MAX_UNWRITTEN = 4096
+_MAX_UNWRITTEN = _MAX_SAID = 4096
 _log = logging.getLogger("aaflow_langgraph")
 
 
 @dataclass(frozen=True, slots=True)
 class Codec:
-    """How a recipe's file becomes the ``(type, body)`` of a row, and back: plain, or through a saver's cipher."""
+    """How a recipe's file becomes the ``(type, body)`` of a row, and back: plain, or through a saver's cipher.
 
+    With ``hides`` block hashes are left out, too: no tensors are found by them, and they tell who can guess a text that it is
+    there.
+    """
+
+    hides: bool
     dumps: Callable[[bytes], tuple[str, bytes]]
     loads: Callable[[tuple[str, bytes]], bytes]
 
@@ -142,11 +149,16 @@ class Ledger:
         try:
             self.sidecar.confirm(slots)
         except PersistenceError as error:
-            self._say("confirm", "references stay unconfirmed until the next sweep: %s", error)
+            self._say("confirm", _UNCONFIRMED, error)
 
     def confirm_checkpoint(self, key: Key) -> None:
         """The saver has this checkpoint, and so the writes that came ahead of it."""
-        self.confirm(self.sidecar.open_slots_of(key))
+        try:
+            ahead = self.sidecar.open_slots_of(key)
+        except PersistenceError as error:
+            self._say("confirm", _UNCONFIRMED, error)
+        else:
+            self.confirm(ahead)
 
     def forget(self, freed: Mapping[str, Sequence[str]]) -> int:
         """Remove the tensors that only deleted recipes had; bytes."""
@@ -163,7 +175,7 @@ class Ledger:
             try:
                 removed += broker.forget_names(names, self._is_needed)
             except (CapacityError, ValueError) as error:  # ValueError: the broker was closed, and its disk with it
-                self._say("forget", "tensors could not be removed and stay until the next sweep: %s", error)
+                self._say("forget", _UNREMOVED, error)
         return removed
 
     def sweep_extents(self) -> int:
@@ -171,12 +183,16 @@ class Ledger:
         removed = 0
         for namespace, disk in self._disks.items():
             before = disk.used_bytes
-            disk.sweep()
-            for extent in list(disk.scan()):
-                names = (*extent.hashes, extent.end_id)
-                if not self._is_needed(names):
-                    self.forget({namespace: names})
-                    disk.remove(extent.name)
+            try:
+                disk.sweep()
+                for extent in list(disk.scan()):
+                    names = (*extent.hashes, extent.end_id)
+                    if not self._is_needed(names):
+                        self.forget({namespace: names})
+                        disk.remove(extent.name)
+            except (CapacityError, ValueError) as error:
+                self._say("forget", _UNREMOVED, error)
+                continue
             removed += max(0, before - disk.used_bytes)
         return removed
 
@@ -187,13 +203,13 @@ class Ledger:
     # ---------------------------------------------------------------- inside
 
     def _make_room(self) -> bool:
-        """Remove some tensors; False when there are none."""
+        """Remove some tensors; False when there are none, or none can be removed."""
         for namespace, disk in self._disks.items():
-            for extent in disk.scan():
-                self._brokers[namespace].forget_names((*extent.hashes, extent.end_id), lambda names: False)
-                with contextlib.suppress(CapacityError):
+            with contextlib.suppress(CapacityError, ValueError):
+                for extent in disk.scan():
+                    self._brokers[namespace].forget_names((*extent.hashes, extent.end_id), lambda names: False)
                     disk.remove(extent.name)  # the broker may not know a file of another process
-                return True
+                    return True
         return False
 
     def _attach(self, broker: KVBroker, extents: Path) -> None:
@@ -288,7 +304,7 @@ class Ledger:
             recipe.has_chat,
             kind,
             body,
-            broker.names_of(recipe),
+            () if self._codec.hides else broker.names_of(recipe),
         )
 
     def _persist(self, handles: Sequence[KVHandle]) -> None:
@@ -321,7 +337,8 @@ class Ledger:
 
     def _say(self, kind: str, message: str, *details: object) -> None:
         with self._lock:
-            said = kind in self._said
-            self._said.add(kind)
+            said = kind in self._said or len(self._said) == _MAX_SAID
+            if len(self._said) < _MAX_SAID:
+                self._said.add(kind)
         if not said:
             _log.warning(message, *details)

@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from hashlib import blake2b
 from pathlib import Path
 
+from aaflow_langgraph.errors import PersistenceError
+
 _NUM_FILES = 64
 
 
@@ -36,8 +38,15 @@ class ThreadLock:
             os.close(self._fds.pop())
 
     def take(self, path: Path, *, wait: bool) -> bool:
-        """Add one file to what is held; False when another has it and ``wait`` is False."""
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        """Add one file to what is held; False when another has it and ``wait`` is False.
+
+        Raises:
+            PersistenceError: The file cannot be opened: no descriptors, no room, no rights. Way out: fail.
+        """
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise PersistenceError(f"{path} cannot be opened: {error.strerror}; nothing was stored") from error
         try:
             fcntl.flock(fd, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -276,6 +276,7 @@ class Operations:
                 num_slots += yield from self._check_slots(slots)
         self._ledger.forget(self._ledger.with_room(self._sidecar.drop_orphans))
         self._sidecar.drop_tombstones(time.time() - TOMBSTONE_LASTS_S)
+        self._sidecar.shrink()
         return Swept(num_slots, self._ledger.sweep_extents())
 
     def _check_slots(self, slots: Sequence[Slot]) -> Steps[int]:

@@ -377,8 +377,8 @@ class KVCheckpointSaver(BaseCheckpointSaver[Any]):
 def _codec(serde: SerializerProtocol, *, encrypts: bool) -> Codec:
     """How recipes are stored: as they are, or through the saver's cipher."""
     if encrypts:
-        return Codec(serde.dumps_typed, serde.loads_typed)
-    return Codec(lambda body: ("json", body), lambda stored: stored[1])
+        return Codec(True, serde.dumps_typed, serde.loads_typed)
+    return Codec(False, lambda body: ("json", body), lambda stored: stored[1])
 
 
 def _text_id(config: Any) -> Any:

@@ -319,10 +319,22 @@ class Sidecar:
         with self._writing(durable=False) as db:
             return db.execute("DELETE FROM threads WHERE deleted_s <= ?", (before_s,)).rowcount
 
+    def shrink(self) -> None:
+        """Give pages that nothing uses back to the file system."""
+        with self._lock:
+            self.check_open()
+            try:
+                self._db.executescript("PRAGMA incremental_vacuum")  # execute() would do one page
+                self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+            except sqlite3.Error as error:
+                raise PersistenceError(f"{self.path} cannot be written: {error}") from error
+
     # ---------------------------------------------------------------- inside
 
     def _claim(self) -> None:
+        self._db.execute("PRAGMA secure_delete = ON")  # token ids of deleted threads do not stay in free pages
         if self._is_new():  # nothing of others is touched before this
+            self._db.execute("PRAGMA auto_vacuum = INCREMENTAL")
             self._db.execute("PRAGMA journal_mode = WAL")
             self._db.execute("BEGIN IMMEDIATE")
             if self._is_new():  # another process may have been faster

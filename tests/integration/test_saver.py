@@ -381,6 +381,32 @@ def test_a_reused_thread_runs_like_a_new_one(durability: Any, saver: KVCheckpoin
     assert saver.stats().num_late_writes == 0
 
 
+def test_a_thread_id_that_is_no_text_is_one_thread_everywhere(saver: KVCheckpointSaver, broker: KVBroker) -> None:
+    number: Any = {"configurable": {"thread_id": 7}}
+    asking(broker).compile(checkpointer=saver).invoke({"question": "What?"}, number)
+    assert len(list(saver.list(number))) == len(list(saver.list(thread("7")))) == 4
+    assert saver.get_tuple(number) is not None
+    assert saver.sweep(verify=True).num_slots == 0
+    saver.delete_thread(7)  # type: ignore[arg-type]
+    assert is_empty(saver)
+
+
+def test_token_ids_of_a_deleted_thread_do_not_stay_in_the_manifests_file(broker: KVBroker, tmp_path: Path) -> None:
+    with KVCheckpointSaver.local(tmp_path, broker) as saver:
+        for number in range(30):
+            put(saver, {"docs": broker.materialize([123, 45, 67, 89, 101, number + 10] * 200)}, name=str(number))
+        saver.sweep()
+        path = saver._ledger.sidecar.path
+        before = path.stat().st_size
+        assert b"123,45,67,89,101" in path.read_bytes()
+        for number in range(30):
+            saver.delete_thread(str(number))
+        saver.sweep()
+        assert path.stat().st_size < before / 2
+        left = path.read_bytes() + Path(f"{path}-wal").read_bytes()
+        assert b"123,45,67,89,101" not in left
+
+
 def test_a_thread_from_before_the_saver_goes_on(broker: KVBroker) -> None:
     memory = InMemorySaver()
     graph = asking(broker).compile(checkpointer=memory)

@@ -330,6 +330,7 @@ def test_an_encrypting_saver_stores_recipes_through_its_cipher_and_no_tensors(
         kind, body = query(saver, "SELECT type, body FROM recipes")
         assert kind.endswith("+xor")
         assert b"token_ids" not in body
+        assert saver.stats().manifest.num_names == 0, "a hash tells who guesses a text that it is there"
     later = open_broker()
     with KVCheckpointSaver(encrypted(), later, durability="recipe", directory=tmp_path):
         assert later.token_ids(docs) == (123, 124, 125)
