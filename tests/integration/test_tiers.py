@@ -408,6 +408,28 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(folder)], check=True)
 
 
+def fill(file: Path) -> None:
+    """Take what is left of a file system."""
+    with contextlib.suppress(OSError), file.open("wb", buffering=0) as open_file:
+        while True:
+            open_file.write(bytes(4096))
+
+
+def test_a_disk_that_is_full_already_is_read_on_and_takes_no_new_directory(
+    small_disk: Path, open_disk: Open, cold: Cold
+) -> None:
+    with open_disk(disk=small_disk / "kv") as broker:
+        handle = broker.materialize(IDS[:300])
+        saved(broker)
+    fill(small_disk / "filler")
+    with pytest.raises(ConfigError, match="No space left"):
+        open_disk(disk=small_disk / "another")
+    with open_disk(disk=small_disk / "kv") as again:
+        assert again.transfer(handle).num_fetched == 300
+        assert goes_on(again, again.materialize(OTHERS)) == cold(OTHERS)
+        wait_until(lambda: again.stats().num_spill_failures >= 1)
+
+
 def test_a_disk_that_fills_up_is_counted_and_nobody_fails(
     small_disk: Path, open_disk: Open, cold: Cold, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -426,9 +448,7 @@ def test_a_disk_that_fills_up_is_counted_and_nobody_fails(
 def test_recipes_that_a_full_disk_refused_are_written_once_there_is_room(small_disk: Path, open_disk: Open) -> None:
     broker = open_disk(disk=small_disk)
     filler = small_disk / "tmp" / "filler"
-    with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
-        while True:
-            file.write(bytes(4096))
+    fill(filler)
     handle = broker.materialize(IDS[:64])
     broker._keeper.tick()
     assert list((small_disk / broker.namespace.digest).rglob("*.json")) == []
