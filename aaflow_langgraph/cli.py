@@ -113,7 +113,14 @@ def _add_inspection(commands: argparse._SubParsersAction[argparse.ArgumentParser
     gc.add_argument("--run-dir", action="store_true", help="also sockets and memory files of processes that are gone")
     gc.add_argument("--quarantine", action="store_true", help="also damaged files that were kept for a look")
     gc.add_argument("--apply", action="store_true", help="remove it (default: say what would be removed)")
-    for command in (check, gc):
+    history = commands.add_parser("history", help="the checkpoints of a thread and the KV they stand on")
+    history.add_argument("thread", help="its thread_id")
+    history.add_argument("what", nargs="*", metavar="diff A B", help="where two of its checkpoints part")
+    history.add_argument(
+        "--checkpoints", required=True, metavar="PATH", help="as passed to KVCheckpointSaver.local, or its directory="
+    )
+    history.add_argument("--model", default=None, help="hub id or directory: show text, too, not only token ids")
+    for command in (check, gc, history):
         command.add_argument("--json", action="store_true", help="one JSON document")
 
 
@@ -142,6 +149,14 @@ def _gc(arguments: argparse.Namespace) -> int:
         quarantine=arguments.quarantine,
         run_dir=arguments.run_dir,
         as_json=arguments.json,
+    )
+
+
+def _history(arguments: argparse.Namespace) -> int:
+    from aaflow_langgraph.inspection import commands
+
+    return commands.history(
+        arguments.thread, arguments.what, arguments.checkpoints, arguments.model, as_json=arguments.json
     )
 
 
@@ -228,4 +243,4 @@ def _rounds(text: str) -> int:
     return int(text)
 
 
-_COMMANDS = {"bench": _bench, "inspect": _inspect, "check": _check, "gc": _gc}
+_COMMANDS = {"bench": _bench, "inspect": _inspect, "check": _check, "gc": _gc, "history": _history}

@@ -58,12 +58,12 @@ class Manifest:
 
     def lineage(self, kv_id: str) -> list[str]:
         """What a handle stands on as far as it is there, itself first."""
-        found: list[str] = []
+        found: dict[str, None] = {}
         at: str | None = kv_id
         while at is not None and at in self.recipes and at not in found:
-            found.append(at)
+            found[at] = None
             at = self.recipes[at].parent
-        return found
+        return list(found)
 
 
 class SeenFile(NamedTuple):

@@ -1,4 +1,4 @@
-"""``aaflow inspect``, ``check`` and ``gc``: from their options to what is printed and the exit status.
+"""``aaflow inspect``, ``check``, ``gc`` and ``history``: from their options to what is printed and the exit status.
 
 With ``--json`` stdout is one JSON document; else it is for people.
 """
@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.live import Live
 
 from aaflow_langgraph.checkpoint.beside import Beside
+from aaflow_langgraph.errors import ConfigError
 from aaflow_langgraph.inspection.table import printable, size, tables
 from aaflow_langgraph.inspection.view import MEMORY, Outside, document
 
@@ -90,6 +91,29 @@ def gc(
     num_bytes = sum(step.num_bytes for step in cleaned.removed)
     end = "" if apply or not cleaned.removed else "; --apply does it"
     _print(f"{len(cleaned.removed)} things, {size(num_bytes)}{end}")
+    return 0
+
+
+def history(thread_id: str, what: Sequence[str], checkpoints: str, model: str | None, *, as_json: bool) -> int:
+    """List a thread's checkpoints, or say where two of them part."""
+    from aaflow_langgraph.checkpoint.history import History
+    from aaflow_langgraph.inspection import history
+
+    if what and (len(what) != 3 or what[0] != "diff"):
+        raise ConfigError(f"history takes a thread, or a thread and 'diff A B' with two checkpoints; got {list(what)}")
+    with Beside(checkpoints) as beside:
+        seen = History(beside, thread_id)
+        differences = seen.diff(what[1], what[2]) if what else []
+        listed = [] if what else seen.checkpoints()
+    decode = history.tokenizer_of(model) if what and model else None
+    if as_json:
+        diffed = history.diff_document(thread_id, differences, decode)
+        _print_json(diffed if what else history.history_document(thread_id, listed))
+    elif what:
+        for line in history.diff_lines(differences, decode):
+            _print(line)
+    else:
+        _console().print(history.history_table(listed))
     return 0
 
 

@@ -33,7 +33,9 @@ def tables(seen: Sequence[Seen]) -> RenderableType:
         blocks.append(Text(f"namespace {one['namespace']}", style="bold"))
         blocks.append(Text(sums))
         if one["owners"]:
-            owners = _table("owner", "is", "process", "lease left", "extents", "published", "capacity", right_from=3)
+            owners = make_table(
+                "owner", "is", "process", "lease left", "extents", "published", "capacity", right_from=3
+            )
             for owner in one["owners"]:
                 left_s = owner["lease_left_s"]
                 owners.add_row(
@@ -48,7 +50,7 @@ def tables(seen: Sequence[Seen]) -> RenderableType:
             blocks.append(owners)
         if not one["owners"] and not any(summed["num_extents"] for summed in one["extents"].values()):
             continue
-        extents = _table("extents", "number", "tokens", "bytes", right_from=1)
+        extents = make_table("extents", "number", "tokens", "bytes", right_from=1)
         for tier in TIERS:
             summed = one["extents"][tier]
             name = {"host": "in memory only", "disk": "on disk only", "both": "in memory and on disk"}[tier]
@@ -70,7 +72,8 @@ def size(num_bytes: int) -> str:
     return f"{num_bytes} B"
 
 
-def _table(*names: str, right_from: int) -> Table:
+def make_table(*names: str, right_from: int) -> Table:
+    """An empty one; columns from ``right_from`` on are numbers."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for number, name in enumerate(names):
         table.add_column(name, justify="right" if number >= right_from else "left")
