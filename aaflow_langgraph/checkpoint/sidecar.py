@@ -12,8 +12,10 @@ A recipe stays while a reference or another recipe's ``parent`` names it, a name
 
 from __future__ import annotations
 
+import errno
 import os
 import sqlite3
+import stat
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -22,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from aaflow_langgraph.checkpoint.locks import ThreadLock
 from aaflow_langgraph.errors import ConfigError, PersistenceError
 
 FORMAT_VERSION = 1
@@ -118,20 +121,15 @@ class Sidecar:
         self._lock = threading.RLock()
         self._closed = False
         try:
-            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
-            self._db = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
-        except (OSError, sqlite3.Error) as error:
+            with ThreadLock() as making:  # changing a new file to WAL does not wait for others who do the same
+                making.take(path.with_suffix(".lock"), wait=True)
+                self._db = self._opened()
+        except OSError as error:
             raise ConfigError(f"{path} cannot be opened: {error}; name a directory that this user can write") from error
-        try:
-            self._claim()
         except sqlite3.Error as error:
-            self._db.close()
             raise ConfigError(
                 f"{path} cannot be used as a manifest: {error}. It is damaged, not ours, or not writable: name another directory"
             ) from error
-        except ConfigError:
-            self._db.close()
-            raise
 
     def close(self) -> None:
         """Idempotent."""
@@ -331,23 +329,37 @@ class Sidecar:
 
     # ---------------------------------------------------------------- inside
 
-    def _claim(self) -> None:
-        self._db.execute("PRAGMA secure_delete = ON")  # token ids of deleted threads do not stay in free pages
-        if self._is_new():  # nothing of others is touched before this
-            self._db.execute("PRAGMA auto_vacuum = INCREMENTAL")
-            self._db.execute("PRAGMA journal_mode = WAL")
-            self._db.execute("BEGIN IMMEDIATE")
-            if self._is_new():  # another process may have been faster
-                for statement in _SCHEMA.split(";"):
-                    self._db.execute(statement)
-                self._db.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
-                self._db.execute(f"PRAGMA user_version = {FORMAT_VERSION}")
-            self._db.execute("COMMIT")
+    def _opened(self) -> sqlite3.Connection:
+        """The file's connection, after the file was made ours or proven to be."""
+        if not self.path.exists():
+            # Made without being opened: closing a descriptor would end the locks that other connections of this process have.
+            os.mknod(self.path, 0o600 | stat.S_IFREG)
+        if not stat.S_ISREG(os.lstat(self.path).st_mode):
+            raise OSError(errno.EINVAL, "no file; links are not followed")
+        db = sqlite3.connect(self.path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
+        try:
+            self._claim(db)
+        except BaseException:
+            db.close()
+            raise
+        return db
 
-    def _is_new(self) -> bool:
+    def _claim(self, db: sqlite3.Connection) -> None:
+        db.execute("PRAGMA secure_delete = ON")  # token ids of deleted threads do not stay in free pages
+        if self._is_new(db):  # nothing of others is touched before this
+            db.execute("PRAGMA auto_vacuum = INCREMENTAL")
+            db.execute("PRAGMA journal_mode = WAL")
+            db.execute("BEGIN IMMEDIATE")
+            for statement in _SCHEMA.split(";"):
+                db.execute(statement)
+            db.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
+            db.execute(f"PRAGMA user_version = {FORMAT_VERSION}")
+            db.execute("COMMIT")
+
+    def _is_new(self, db: sqlite3.Connection) -> bool:
         """Is the file empty, not a manifest yet?"""
-        (application,) = self._db.execute("PRAGMA application_id").fetchone()
-        (version,) = self._db.execute("PRAGMA user_version").fetchone()
+        (application,) = db.execute("PRAGMA application_id").fetchone()
+        (version,) = db.execute("PRAGMA user_version").fetchone()
         if application == _APPLICATION_ID and version <= FORMAT_VERSION:
             return False
         if application == _APPLICATION_ID:
@@ -355,7 +367,7 @@ class Sidecar:
                 f"{self.path} was made by a newer version (format {version}, this one knows {FORMAT_VERSION}): upgrade, or "
                 "name another directory"
             )
-        if application or version or self._db.execute("SELECT 1 FROM sqlite_master").fetchone():
+        if application or version or db.execute("SELECT 1 FROM sqlite_master").fetchone():
             raise ConfigError(
                 f"{self.path} is another program's database; nothing in it was touched: name another directory"
             )
