@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import pytest
 import torch
 
@@ -9,12 +11,18 @@ from aaflow_langgraph.errors import ConfigError
 from aaflow_langgraph.pool.base import Pool
 from aaflow_langgraph.pool.device import DevicePool
 from aaflow_langgraph.pool.host import HostPool
+from aaflow_langgraph.testing.colours import Awaited
 from aaflow_langgraph.testing.pool_contract import PoolContract
 
 
 class TestHostPool(PoolContract):
     def make_pool(self, capacity_bytes: int) -> Pool:
         return HostPool(capacity_bytes)
+
+
+class TestHostPoolAwaited(PoolContract):
+    def make_pool(self, capacity_bytes: int) -> Pool:
+        return cast(Pool, Awaited(HostPool(capacity_bytes)))
 
 
 class TestDevicePoolInMainMemory(PoolContract):

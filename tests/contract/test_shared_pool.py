@@ -6,6 +6,7 @@ import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -13,6 +14,7 @@ from aaflow_langgraph.errors import ConfigError
 from aaflow_langgraph.pool import _memory
 from aaflow_langgraph.pool.peers import Attached, Peers
 from aaflow_langgraph.pool.shared import SharedPool
+from aaflow_langgraph.testing.colours import Awaited
 from aaflow_langgraph.testing.shared_pool_contract import SharedPoolContract
 
 
@@ -31,6 +33,14 @@ class TestSharedPool(SharedPoolContract):
 
     def attach(self, pool: SharedPool) -> Attached:
         return self.peers.attach(pool.owner)
+
+
+class TestSharedPoolAwaited(TestSharedPool):
+    def make_pool(self, capacity_bytes: int) -> SharedPool:
+        return cast(SharedPool, Awaited(super().make_pool(capacity_bytes)))
+
+    def attach(self, pool: SharedPool) -> Attached:
+        return cast(Attached, Awaited(cast(Peers, Awaited(self.peers)).attach(pool.owner)))
 
 
 class TestSharedPoolWithoutMemfd(TestSharedPool):
