@@ -26,7 +26,7 @@ from aaflow_langgraph.errors import (
     RecipeMissing,
 )
 from aaflow_langgraph.handle import KVHandle
-from aaflow_langgraph.model import Recipe
+from aaflow_langgraph.model import Finding, Recipe
 from aaflow_langgraph.pool._recipe_file import decode, encode
 from aaflow_langgraph.pool.disk import DiskPool
 
@@ -179,13 +179,17 @@ class Ledger:
         return removed
 
     def sweep_extents(self) -> int:
-        """Remove tensors that no recipe needs, and what dead writers left; bytes."""
+        """Remove tensors that no recipe needs, and what dead writers left; damaged files go to quarantine. Bytes removed."""
         removed = 0
         for namespace, disk in self._disks.items():
             before = disk.used_bytes
             try:
                 disk.sweep()
-                for extent in list(disk.scan()):
+                damaged: list[Finding] = []
+                extents = list(disk.scan(damaged, quarantine=True))
+                for finding in damaged:
+                    self._say("damaged", "tensors cannot be read and are computed again (said once): %s", finding.what)
+                for extent in extents:
                     names = (*extent.hashes, extent.end_id)
                     if not self._is_needed(names):
                         self.forget({namespace: names})

@@ -176,17 +176,19 @@ class DiskPool:
         with self._shelf.inside(), self._shelf.writing():
             return self._shelf.remove(self._file(name, EXTENT))
 
-    def scan(self, findings: list[Finding] | None = None) -> Iterator[StoredExtent]:
+    def scan(self, findings: list[Finding] | None = None, *, quarantine: bool = False) -> Iterator[StoredExtent]:
         """Every whole extent of the namespace, by the headers: the KV is not read. Order is arbitrary.
 
-        Files that are damaged, foreign or of a newer version are left where they are and described in ``findings``.
+        Files that are damaged, foreign or of a newer version are described in ``findings`` and left where they are; with
+        ``quarantine``, the damaged ones are moved there, which else only happens to those that somebody reads.
         """
         with self._shelf.inside():
             files = [file for file in self._shelf.listing.files() if file.endswith(EXTENT)]
             found = [Finding("I11", f"{name} is none of ours") for name in self._shelf.foreign()]
         for file in files:
             try:
-                with self._shelf.inside(), self._shelf.regular(file) as fd:
+                moving = self._shelf.quarantining(file, self._clock()) if quarantine else contextlib.nullcontext()
+                with self._shelf.inside(), moving, self._shelf.regular(file) as fd:
                     extent = self._head(fd, file, file.removesuffix(EXTENT)).extent
             except Evicted:  # removed since it was listed
                 continue

@@ -17,7 +17,15 @@ from langgraph.checkpoint.memory import InMemorySaver
 
 from aaflow_langgraph import KVBroker, KVCheckpointSaver
 from aaflow_langgraph.cli import main
+from aaflow_langgraph.inspection import check, clean
 from tests.talks import THREAD, go_on, questions, talking
+
+
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is at work between the two looks."""
+    monkeypatch.setattr(check, "PAUSE_S", 0.0)
+    monkeypatch.setattr(clean, "PAUSE_S", 0.0)
 
 
 @pytest.fixture
