@@ -261,8 +261,7 @@ def test_an_owner_that_stood_still_beyond_its_lease_is_fenced_and_serves_again(
     wait_until(lambda: owners(server) == {living})
     assert places(server) == set()
     owner.resume()
-    wait_until(lambda: name in places(server))
-    assert owner("num_announcements") == 1
+    wait_until(lambda: name in places(server) and owner("num_announcements") == 1)
     assert other("transfer", handle)["num_in_place"] == len(IDS)
     assert other("generate", handle, NUM_NEW) == owner("generate", handle, NUM_NEW) == cold(IDS, NUM_NEW)
     assert owner("stats")["num_prefilled_tokens"] == len(IDS) + len("so")
