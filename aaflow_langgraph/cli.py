@@ -46,7 +46,8 @@ def _parser() -> argparse.ArgumentParser:
     evict = bench.add_parser("evict", help="hit rates of eviction policies on traces, beside what could be hit")
     attach = bench.add_parser("attach", help="what it costs to reach KV that another process holds")
     share = bench.add_parser("share", help="what several processes of one host pay for one context")
-    for command in (ttft, fork, step, share):
+    agents = bench.add_parser("agents", help="N agents on one context: handles against text passing and copied caches")
+    for command in (ttft, fork, step, share, agents):
         command.add_argument("--model", default=None, help="hub id or directory (default: the demo model)")
         command.add_argument("--dtype", default="auto", help="float32, bfloat16, float16 or auto (the checkpoint's)")
     for command in (ttft, fork, step):
@@ -61,6 +62,12 @@ def _parser() -> argparse.ArgumentParser:
     share.add_argument("--context", type=_count, default=4096, help="shared tokens (default 4096, cut to the window)")
     share.add_argument("--workers", type=_count, default=4, help="processes (default 4)")
     share.add_argument("--rounds", type=_rounds, default=30, help="first attaches per worker, at least 5 (default 30)")
+    agents.add_argument("--agents", type=_counts, default=[16], help="comma-separated (default 16)")
+    agents.add_argument("--context", type=_count, default=4096, help="shared tokens (default 4096, cut to the window)")
+    agents.add_argument("--new", type=_count, default=16, help="tokens of each question (default 16)")
+    agents.add_argument("--output", type=_count, default=16, help="tokens each agent generates (default 16)")
+    agents.add_argument("--rounds", type=_rounds, default=5, help="rounds of batched handles, at least 5 (default 5)")
+    agents.add_argument("--slow-rounds", type=_count, default=1, help="rounds of every other side (default 1)")
     index.add_argument("--index", default=None, metavar="URL", help="default: a private server for this run")
     index.add_argument("--rounds", type=_rounds, default=500, help="interleaved rounds, at least 5 (default 500)")
     attach.add_argument("--mib", type=_count, default=256, help="size of the pool (default 256)")
@@ -189,6 +196,25 @@ def _bench_disk(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _bench_agents(arguments: argparse.Namespace, versions: dict[str, str]) -> int:
+    from aaflow_langgraph.assets import demo_model
+    from aaflow_langgraph.bench import agents
+    from aaflow_langgraph.engine.transformers import TransformersEngine
+
+    engine = TransformersEngine.load(arguments.model or demo_model(), dtype=arguments.dtype, device="cpu")
+    document = agents.run(
+        engine,
+        arguments.agents,
+        arguments.context,
+        arguments.new,
+        arguments.output,
+        arguments.rounds,
+        arguments.slow_rounds,
+    )
+    agents.report(document, engine, versions)
+    return 0
+
+
 def _bench(arguments: argparse.Namespace) -> int:
     if arguments.bench == "evict":  # needs no model
         return _bench_evict(arguments)
@@ -209,15 +235,17 @@ def _bench(arguments: argparse.Namespace) -> int:
         source = str(arguments.model or demo_model())
         share.report(share.run(source, arguments.dtype, arguments.workers, arguments.context, arguments.rounds))
         return 0
-    engine = TransformersEngine.load(arguments.model or demo_model(), dtype=arguments.dtype, device=arguments.device)
-    if arguments.bench == "fork":
-        fork.report(fork.run(engine, arguments.context))
-        return 0
     versions = {
         "aaflow-langgraph": version("aaflow-langgraph"),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
+    if arguments.bench == "agents":
+        return _bench_agents(arguments, versions)
+    engine = TransformersEngine.load(arguments.model or demo_model(), dtype=arguments.dtype, device=arguments.device)
+    if arguments.bench == "fork":
+        fork.report(fork.run(engine, arguments.context))
+        return 0
     if arguments.bench == "step":
         step.report(step.run(engine, arguments.contexts, arguments.rounds), engine, arguments.rounds, versions)
         return 0

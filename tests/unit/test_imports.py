@@ -48,6 +48,7 @@ NEIGHBOURS = frozenset(
         ("session", "tail"),
         ("store", "lease"),
         ("tail", "store"),
+        ("bench", "graph"),  # it measures a graph
         ("inspection", "checkpoint"),
         ("inspection", "metrics"),
         ("graph", "checkpoint"),
@@ -67,7 +68,7 @@ FORBIDDEN: tuple[tuple[str, frozenset[str]], ...] = (
     ("model", frozenset({"torch", "transformers", "redis"})),
     ("errors", frozenset({"torch", "transformers", "redis"})),
 )
-KNOWS_LANGGRAPH = frozenset({"graph", "chat", "checkpoint", "studio"})
+KNOWS_LANGGRAPH = frozenset({"graph", "chat", "checkpoint", "studio", "bench"})
 
 # Where the name to import is not the name to install.
 DISTRIBUTIONS = {"langchain_core": "langchain-core", "typing_extensions": "typing-extensions"}
