@@ -769,14 +769,15 @@ class KVBroker:
         num_recomputed = 0
         needed = min(parent.stop - parent.num_pending, num_shared, limit) if parent else 0
         if parent and needed:
-            with self._in_flight.sole(
+            session.claim = self._in_flight.unless_done(
                 parent.kv_id, lambda: self._store.covered(sequence, needed, borders) >= needed, session.tick
-            ):
-                reused = session.begin(sequence, limit, borders, expected)
-                if reused < needed:
-                    session.prefill(needed)
-                    session.split(len(ids) - needed + expected)
-                    num_recomputed = needed - reused
+            )
+            reused = session.begin(sequence, limit, borders, expected)
+            if reused < needed:
+                session.prefill(needed)
+                session.split(len(ids) - needed + expected)
+                num_recomputed = needed - reused
+            session.end_claim()
         else:
             session.begin(sequence, limit, borders, expected)
         if not num_recomputed:

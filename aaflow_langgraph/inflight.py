@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from aaflow_langgraph.index.base import Index
 
@@ -70,12 +69,6 @@ class InFlight:
             if is_done():
                 return None
 
-    @contextmanager
-    def sole(self, name: str, is_done: Callable[[], bool], tick: Callable[[], None]) -> Iterator[None]:
-        """Hold a claim inside, if it is still needed after waiting for it."""
-        claim = None if is_done() else self.acquire(name, is_done, tick)
-        try:
-            yield
-        finally:
-            if claim is not None:
-                claim.release()
+    def unless_done(self, name: str, is_done: Callable[[], bool], tick: Callable[[], None]) -> Claim | None:
+        """``acquire``, but without a claim where it is done already, as it mostly is."""
+        return None if is_done() else self.acquire(name, is_done, tick)

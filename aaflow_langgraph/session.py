@@ -170,7 +170,7 @@ class Session:
         self._held.append(_Held(receipt, (record,)))
         self._tail = None
         self._run = None
-        self._end_claim()
+        self.end_claim()
         return True
 
     def split(self, num_expected: int) -> None:
@@ -195,10 +195,10 @@ class Session:
         for tail in (*self._owned, *([self._tail] if self._tail else [])):
             tail.drop()
         self._owned, self._tail, self._run, self._pieces = [], None, None, []
-        self._end_claim()
+        self.end_claim()
         self._release()
 
-    def _end_claim(self) -> None:
+    def end_claim(self) -> None:
         """Those who wait for what we compute go on: it is published, or they compute it themselves."""
         if self.claim is not None:
             self.claim.release()
