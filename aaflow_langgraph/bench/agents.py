@@ -40,8 +40,9 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from aaflow_langgraph.bench.continuous import Continuous
 from aaflow_langgraph.bench.fan_out import Handles
-from aaflow_langgraph.bench.sides import Continuous, NotRun, Outcome, Side, Text, make_task, shared_cache, without_end
+from aaflow_langgraph.bench.sides import NotRun, Outcome, Side, Text, make_task, shared_cache, without_end
 from aaflow_langgraph.engine.transformers import TransformersEngine
 from aaflow_langgraph.errors import ContextTooLong
 

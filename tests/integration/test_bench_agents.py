@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -127,4 +128,4 @@ def test_a_second_run_of_the_graph_prefills_the_questions_again_and_holds_no_mor
             prefilled.append(handles.broker.stats().num_prefilled_tokens)
     handles.close()
     assert held == [held[0]] * 3
-    assert [later - sooner for sooner, later in zip(prefilled, prefilled[1:], strict=False)] == [24, 24]
+    assert [later - sooner for sooner, later in itertools.pairwise(prefilled)] == [24, 24]
