@@ -70,6 +70,7 @@ def put(
     parent: RunnableConfig | None = None,
     parents: dict[str, str] | None = None,
     checkpoint_id: str | None = None,
+    **metadata: Any,
 ) -> RunnableConfig:
     """Store a checkpoint by hand."""
     checkpoint = empty_checkpoint()
@@ -79,8 +80,8 @@ def put(
     config = thread(name, checkpoint_ns=ns)
     if parent is not None:
         config["configurable"]["checkpoint_id"] = parent["configurable"]["checkpoint_id"]
-    metadata: Any = {"source": "loop", "step": 0, "parents": parents or {}}
-    return saver.put(config, checkpoint, metadata, checkpoint["channel_versions"])
+    about: Any = {"source": "loop", "step": 0, "parents": parents or {}, **metadata}
+    return saver.put(config, checkpoint, about, checkpoint["channel_versions"])
 
 
 def is_empty(saver: KVCheckpointSaver, *, tombstones: int | None = None) -> bool:

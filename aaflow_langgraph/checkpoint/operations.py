@@ -197,7 +197,8 @@ class Operations:
         with lock:
             self._ledger.with_room(self._sidecar.copy, source, target)
             yield from self._inner.copy_thread(source, target)
-            self._ledger.confirm(self._sidecar.slots(target))
+            known = self._sidecar.slots(source, only_confirmed=True)
+            self._ledger.confirm([Slot(key._replace(thread_id=target), task_id) for key, task_id in known])
 
     def delete_for_runs(self, run_ids: Sequence[str]) -> Steps[None]:
         """As the saver's ``delete_for_runs``."""
@@ -248,12 +249,9 @@ class Operations:
         self._ledger.with_room(self._sidecar.doubt, thread_id)
         yield from self._inner.remove(thread_id, rows, operation)
         gone = set(rows)
-        slots = self._sidecar.slots(thread_id)
-        self._waiting.forget_thread(thread_id)
-        self._ledger.forget(
-            self._ledger.with_room(self._sidecar.drop, [slot for slot in slots if slot.key[1:] in gone])
-        )
-        self._ledger.confirm([slot for slot in slots if slot.key[1:] not in gone])
+        slots = [slot for slot in self._sidecar.slots(thread_id) if slot.key[1:] in gone]
+        self._ledger.forget(self._ledger.with_room(self._sidecar.drop, slots))
+        yield from self._settle(thread_id)
 
     def _settle(self, thread_id: str) -> Steps[None]:
         """Ask the inner saver what it kept of a thread, and drop the references of the rest."""

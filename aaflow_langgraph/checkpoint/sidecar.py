@@ -191,10 +191,11 @@ class Sidecar:
         )
         return [Slot(key, slot) for (slot,) in rows]
 
-    def slots(self, thread_id: str) -> list[Slot]:
+    def slots(self, thread_id: str, *, only_confirmed: bool = False) -> list[Slot]:
         """Every slot of a thread that holds a handle."""
+        where = f"AND state = {CONFIRMED}" if only_confirmed else ""
         rows = self._rows(
-            "SELECT DISTINCT checkpoint_ns, checkpoint_id, slot FROM refs WHERE thread_id = ?", (thread_id,)
+            f"SELECT DISTINCT checkpoint_ns, checkpoint_id, slot FROM refs WHERE thread_id = ? {where}", (thread_id,)
         )
         return [Slot(Key(thread_id, ns, checkpoint_id), slot) for ns, checkpoint_id, slot in rows]
 
