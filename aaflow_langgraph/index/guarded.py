@@ -36,7 +36,7 @@ class GuardedIndex:
         on_warning: Told once per outage; the logger ``aaflow_langgraph`` unless given.
 
     Attributes:
-        num_outages: How often the server went away.
+        num_outages: How often the server went away, or was too full to take anything.
         num_failed_calls: Calls that were answered without it.
     """
 
@@ -176,6 +176,8 @@ class GuardedIndex:
             self._count_failed()
             if not self._is_full:
                 self._is_full = True
+                with self._lock:
+                    self.num_outages += 1
                 self._on_warning(f"KV is computed and not shared while this lasts: {error}")
             raise
         except IndexUnavailable as error:

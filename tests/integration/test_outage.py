@@ -69,7 +69,7 @@ FAULTS = {
     "flushed": Fault(command("FLUSHALL"), nothing, (0,), (0,)),
     "replaced by an empty one": Fault(replace_by_an_empty_one, nothing, (0, 1), (0, 1)),
     "out of memory": Fault(
-        command("CONFIG", "SET", "maxmemory", "1"), command("CONFIG", "SET", "maxmemory", "0"), (0,), (1,)
+        command("CONFIG", "SET", "maxmemory", "1"), command("CONFIG", "SET", "maxmemory", "0"), (1,), (1,)
     ),
     "without scripts": Fault(command("SCRIPT", "FLUSH"), nothing, (0,), (0,)),
     "hanging up": Fault(command("CLIENT", "KILL", "TYPE", "normal"), nothing, (0, 1), (0, 1)),

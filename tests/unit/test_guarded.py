@@ -96,7 +96,7 @@ def test_a_full_index_is_asked_again_at_once_and_warns_once() -> None:
     inner.error = IndexFull("full")
     for _ in range(3):
         assert ask(index).parts == ()
-    assert (inner.num_asked, index.num_outages, index.is_out, len(warnings)) == (3, 0, False, 1)
+    assert (inner.num_asked, index.num_outages, index.is_out, len(warnings)) == (3, 1, False, 1)
     inner.error = None
     index.put(record(index, sequence("A")), index.join(OWNER, LEASE_S), LEASE_S)
     inner.error = IndexFull("full again")
