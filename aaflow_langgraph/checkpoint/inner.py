@@ -87,21 +87,24 @@ class Inner:
         else:
             yield from self._copy_by_contract(source, target)
 
-    def remove(self, thread_id: str, rows: Collection[Row], operation: str) -> Steps[None]:
-        """Take checkpoints with their writes out of a thread.
+    def require_removal(self, operation: str) -> None:
+        """Can single checkpoints be taken out of a thread?
 
         Raises:
             NotImplementedError: Nobody knows how to, with this saver.
         """
-        if (kind := self._kind()) == "memory":
-            _remove_from_memory(self.saver, thread_id, rows)
-        elif kind is not None:
-            yield self._sql([(statement, (thread_id, *row)) for statement in _REMOVE for row in rows])
-        else:
+        if self._kind() is None:
             raise NotImplementedError(
                 f"{type(self.saver).__name__} has no {operation}, and single checkpoints cannot be deleted through the base "
                 "contract of LangGraph's savers; delete_thread and prune(strategy='delete') work"
             )
+
+    def remove(self, thread_id: str, rows: Collection[Row]) -> Steps[None]:
+        """Take checkpoints with their writes out of a thread; see ``require_removal``."""
+        if self._kind() == "memory":
+            _remove_from_memory(self.saver, thread_id, rows)
+        else:
+            yield self._sql([(statement, (thread_id, *row)) for statement in _REMOVE for row in rows])
 
     def _copy_by_contract(self, source: str, target: str) -> Steps[None]:
         found: list[CheckpointTuple] = yield self.tuples({"configurable": {"thread_id": source}})

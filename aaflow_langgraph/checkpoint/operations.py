@@ -246,8 +246,9 @@ class Operations:
         """Take checkpoints out of the inner saver and their references out of the manifest."""
         if not rows:
             return
+        self._inner.require_removal(operation)
         self._ledger.with_room(self._sidecar.doubt, thread_id)
-        yield from self._inner.remove(thread_id, rows, operation)
+        yield from self._inner.remove(thread_id, rows)
         gone = set(rows)
         slots = [slot for slot in self._sidecar.slots(thread_id) if slot.key[1:] in gone]
         self._ledger.forget(self._ledger.with_room(self._sidecar.drop, slots))

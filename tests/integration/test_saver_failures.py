@@ -376,7 +376,9 @@ def test_a_clone_for_an_allow_list_shares_everything_else(saver: KVCheckpointSav
     assert clone.serde is clone.inner.serde is not saver.serde
     put(clone, {"docs": broker.materialize([9, 2, 3])})
     assert saver.stats().manifest.num_recipes == clone.stats().manifest.num_recipes == 1
-    assert saver.get_next_version(None, None) == clone.get_next_version(None, None) or True
+    assert isinstance(
+        saver.get_next_version(None, None), str
+    )  # the inner saver's versions, not the base class' integers
     assert saver.config_specs == saver.inner.config_specs
 
 
