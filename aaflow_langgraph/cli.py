@@ -47,7 +47,9 @@ def _parser() -> argparse.ArgumentParser:
     attach = bench.add_parser("attach", help="what it costs to reach KV that another process holds")
     share = bench.add_parser("share", help="what several processes of one host pay for one context")
     agents = bench.add_parser("agents", help="N agents on one context: handles against text passing and copied caches")
-    for command in (ttft, fork, step, share, agents):
+    resume = bench.add_parser("resume", help="what a restart costs a thread whose KV was kept beside its checkpoints")
+    saver = bench.add_parser("saver", help="what the checkpointer costs beside the saver that it wraps")
+    for command in (ttft, fork, step, share, agents, resume, saver):
         command.add_argument("--model", default=None, help="hub id or directory (default: the demo model)")
         command.add_argument("--dtype", default="auto", help="float32, bfloat16, float16 or auto (the checkpoint's)")
     for command in (ttft, fork, step):
@@ -68,6 +70,9 @@ def _parser() -> argparse.ArgumentParser:
     agents.add_argument("--output", type=_count, default=16, help="tokens each agent generates (default 16)")
     agents.add_argument("--rounds", type=_rounds, default=5, help="rounds of batched handles, at least 5 (default 5)")
     agents.add_argument("--slow-rounds", type=_count, default=1, help="rounds of every other side (default 1)")
+    resume.add_argument("--context", type=_count, default=4096, help="kept tokens (default 4096, cut to the window)")
+    resume.add_argument("--rounds", type=_count, default=5, help="restarts (default 5)")
+    saver.add_argument("--threads", type=_count, default=1000, help="threads in the database (default 1000)")
     index.add_argument("--index", default=None, metavar="URL", help="default: a private server for this run")
     index.add_argument("--rounds", type=_rounds, default=500, help="interleaved rounds, at least 5 (default 500)")
     attach.add_argument("--mib", type=_count, default=256, help="size of the pool (default 256)")
@@ -78,7 +83,8 @@ def _parser() -> argparse.ArgumentParser:
         default=128 << 20,
         help="bytes moved per leg and round (default 134217728), 1 MiB or more",
     )
-    disk.add_argument("--directory", default=None, help="measured below it (default: the cache directory)")
+    for command in (disk, resume, saver):
+        command.add_argument("--directory", default=None, help="measured below it (default: the cache directory)")
     evict.add_argument(
         "--trace", nargs="+", action="extend", required=True, metavar="FILE", help="Mooncake or kv-cache-tester traces"
     )
@@ -228,7 +234,7 @@ def _bench(arguments: argparse.Namespace) -> int:
     import transformers
 
     from aaflow_langgraph.assets import demo_model
-    from aaflow_langgraph.bench import fork, share, step, ttft
+    from aaflow_langgraph.bench import fork, resume, saver, share, step, ttft
     from aaflow_langgraph.engine.transformers import TransformersEngine
 
     if arguments.bench == "share":  # its processes load the model
@@ -242,7 +248,15 @@ def _bench(arguments: argparse.Namespace) -> int:
     }
     if arguments.bench == "agents":
         return _bench_agents(arguments, versions)
-    engine = TransformersEngine.load(arguments.model or demo_model(), dtype=arguments.dtype, device=arguments.device)
+    if arguments.bench == "resume":
+        source = str(arguments.model or demo_model())
+        resume.report(resume.run(source, arguments.dtype, arguments.context, arguments.rounds, arguments.directory))
+        return 0
+    device = "cpu" if arguments.bench == "saver" else arguments.device
+    engine = TransformersEngine.load(arguments.model or demo_model(), dtype=arguments.dtype, device=device)
+    if arguments.bench == "saver":
+        saver.report(saver.run(engine, arguments.threads, arguments.directory))
+        return 0
     if arguments.bench == "fork":
         fork.report(fork.run(engine, arguments.context))
         return 0

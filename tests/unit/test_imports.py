@@ -49,6 +49,7 @@ NEIGHBOURS = frozenset(
         ("store", "lease"),
         ("tail", "store"),
         ("bench", "graph"),  # it measures a graph
+        ("bench", "checkpoint"),
         ("inspection", "checkpoint"),
         ("inspection", "metrics"),
         ("graph", "checkpoint"),
