@@ -58,8 +58,10 @@ def run(model: str, dtype: str, context: int, rounds: int, directory: str | None
     """Measure below ``directory`` (default: the cache directory). The result is a JSON-ready document.
 
     Raises:
-        ConfigError: A process could not do its work; says why. Way out: fail.
+        ConfigError: Too few tokens for the turns, or a process could not do its work; says why. Way out: fail.
     """
+    if context < TURNS:
+        raise ConfigError(f"a context of {context} tokens cannot be made in {TURNS} turns: pass more")
     place = Path(directory) if directory is not None else cache_dir()
     place.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="bench-resume-", dir=place) as folder:
@@ -116,7 +118,7 @@ def keep(engine: TransformersEngine, folder: str, context: int) -> Answer:
     """The first process: compute the context in turns, checkpoint each, say how it would go on, close."""
     context = min(context, engine.window - DECODED - 32)
     if context < TURNS:
-        raise ContextTooLong(f"a context of {context} tokens cannot be made in {TURNS} turns; the window is too small")
+        raise ContextTooLong(f"{TURNS} turns and an answer do not fit a window of {engine.window} tokens")
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, engine.vocab_size, (context,), generator=generator).tolist()
     with KVBroker.open(engine, pool_bytes=_pool_bytes(engine, context)) as broker:
