@@ -253,7 +253,7 @@ def covered(files: Sequence[SeenFile], names: set[str]) -> int:
 
 def _places(path: Path) -> tuple[Path, Path | None]:
     """Directory of the manifest, and the file of the rows where that is known."""
-    for directory, rows in _candidates(path):
+    for directory, rows in _candidates(path.absolute()):
         if os.path.lexists(directory / MANIFEST):
             return directory, rows if rows is not None and rows.is_file() else None
     raise ConfigError(
@@ -265,7 +265,7 @@ def _places(path: Path) -> tuple[Path, Path | None]:
 def _candidates(path: Path) -> Iterator[tuple[Path, Path | None]]:
     yield path / f"{LOCAL}.kv", path / LOCAL
     yield path, path.with_name(path.name.removesuffix(".kv")) if path.name.endswith(".kv") else None
-    yield path.with_name(f"{path.name}.kv"), path
+    yield Path(f"{path}.kv"), path
 
 
 def _opened(path: Path, undo: ExitStack) -> sqlite3.Connection:

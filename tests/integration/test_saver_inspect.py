@@ -249,6 +249,16 @@ def test_what_cannot_be_looked_at_is_said_in_one_line(
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize("path", ["/", ".", "no/such/place", ""])
+def test_a_path_that_is_no_savers_is_refused(
+    path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for command in (["check"], ["gc"], ["history", "talk"]):
+        assert main([*command, "--checkpoints", path]) == 2
+        assert "has no manifest.sqlite" in capsys.readouterr().err
+
+
 def change_pragma(place: Path, pragma: str) -> None:
     with closing(sqlite3.connect(beside(place) / "manifest.sqlite")) as db:
         db.execute(f"PRAGMA {pragma}")
