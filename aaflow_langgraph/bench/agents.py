@@ -140,9 +140,9 @@ def report(document: dict[str, Any], engine: TransformersEngine, versions: dict[
     model, console = engine.namespace, Console(stderr=True)
     for count in dict.fromkeys(row["agents"] for row in document["rows"]):
         rows = [row for row in document["rows"] if row["agents"] == count]
-        table = Table(title=f"{count} agents on {rows[0]['context']:,} tokens, {model.model}, {model.dtype}")
-        for name in ("side", "TTFT p50 s", "max s", "total s", "CPU s", "tokens/s", "KV", "agree"):
-            table.add_column(name, justify="left" if name == "side" else "right", no_wrap=name == "side")
+        table = Table(title=f"{count} agents on {rows[0]['context']:,} tokens, {model.dtype}")
+        for name in ("side", "p50 s", "max s", "total s", "CPU s", "tok/s", "KV", "agree"):
+            table.add_column(name, justify="left" if name == "side" else "right", no_wrap=True)
         for row in rows:
             table.add_row(*_cells(row, document["context_bytes"]))
         console.print(table)
@@ -150,8 +150,9 @@ def report(document: dict[str, Any], engine: TransformersEngine, versions: dict[
             by = f"computed from {row['agents_measured']} agents; " if 0 < row["agents_measured"] < count else ""
             console.print(f"{row['side']}: {by}{row['note']}", highlight=False)
     console.print(
-        f"before: {document['rows'][0]['context']:,} tokens prefilled once, {document['shared_prefill_cpu_s']:.2f} CPU s with "
-        f"handles, {document['stock_prefill_cpu_s']:.2f} by the stock modules; KV: in contexts"
+        f"{model.model}. p50, max: time to first token; KV: in contexts. Before: {document['rows'][0]['context']:,} tokens "
+        f"prefilled once, {document['shared_prefill_cpu_s']:.2f} CPU s with handles, {document['stock_prefill_cpu_s']:.2f} by "
+        "the stock modules"
     )
     facts = {"model": model.model, "dtype": model.dtype, "read_path": engine.read_path, "versions": versions}
     sys.stdout.write(json.dumps(document | facts) + "\n")
@@ -162,14 +163,18 @@ def _cells(row: dict[str, Any], context_bytes: int) -> tuple[str, ...]:
         return (row["side"], *["-"] * 7)
     return (
         row["side"],
-        f"{row['ttft_p50_s']:.2f}",
-        f"{row['ttft_max_s']:.2f}",
-        f"{row['total_s']:.2f}",
-        f"{row['cpu_s']:.2f}",
-        f"{row['out_tok_s']:.1f}",
-        f"{row['kv_bytes'] / context_bytes:.2f}x",
+        _short(row["ttft_p50_s"]),
+        _short(row["ttft_max_s"]),
+        _short(row["total_s"]),
+        _short(row["cpu_s"]),
+        _short(row["out_tok_s"]),
+        f"{_short(row['kv_bytes'] / context_bytes)}x",
         f"{row['agreement']:.0%}",
     )
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.2f}"
 
 
 def _measure(
@@ -253,6 +258,6 @@ def _extended(outcome: Outcome, count: int) -> Outcome:
     if num_measured == count:
         return outcome
     each_s = outcome.total_s / num_measured
-    own_s = statistics.mean(outcome.ttft_s) - each_s * (num_measured - 1) / 2
-    times = tuple(number * each_s + own_s for number in range(count))
-    return Outcome(outcome.token_ids, times, each_s * count, outcome.cpu_s / num_measured * count)
+    times = tuple(number * each_s + outcome.own_ttft_s for number in range(count))
+    cpu_s = outcome.cpu_s / num_measured * count
+    return Outcome(outcome.token_ids, times, each_s * count, cpu_s, outcome.own_ttft_s)

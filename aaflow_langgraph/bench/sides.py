@@ -43,12 +43,16 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One run of a side: the token ids of each agent, seconds from the side's start to each agent's first token."""
+    """One run of a side: the token ids of each agent, seconds from the side's start to each agent's first token.
+
+    ``own_ttft_s`` is the mean time from an agent's own start to its first token, where agents wait in line.
+    """
 
     token_ids: tuple[tuple[int, ...], ...]
     ttft_s: tuple[float, ...]
     total_s: float
     cpu_s: float
+    own_ttft_s: float = 0.0
 
 
 class Side(Protocol):
@@ -151,14 +155,16 @@ class Text:
         batches = [[prompt] for prompt in asked] if self.is_serial else [asked]
         token_ids: list[tuple[int, ...]] = []
         first_at: list[float] = []
+        own_s = 0.0
         with self._engine.stock_attention(), torch.inference_mode():
             started, cpu = time.perf_counter(), time.process_time()
             for prompts in batches:
-                first = _FirstToken()
+                first, began = _FirstToken(), time.perf_counter()
                 token_ids += self._generate(prompts, first)
                 first_at += [first.at - started] * len(prompts)
+                own_s += (first.at - began) / len(batches)
             total_s, cpu_s = time.perf_counter() - started, time.process_time() - cpu
-        return Outcome(tuple(token_ids), tuple(first_at), total_s, cpu_s)
+        return Outcome(tuple(token_ids), tuple(first_at), total_s, cpu_s, own_s)
 
     def kv_bytes(self, num_agents: int) -> int:
         """Conversations held at once, and the shared cache where there is one."""
