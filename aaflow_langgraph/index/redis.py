@@ -12,6 +12,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from aaflow_langgraph.errors import Fenced, IntegrityError, LeaseExpired
 from aaflow_langgraph.evict.base import Candidate
@@ -133,14 +134,22 @@ class RedisIndex:
             positions, names = _names(query, limit)
             left_out = " ".join(map(wire.to_id, distrusted))
             canonical = "1" if query.canonical else "0"
+            knows_nothing = "0" if self._known else "1"  # then one round trip brings all of it
             reply = replies.items(
-                self.server.run("match", lease_id, repr(lease_s), str(limit), canonical, left_out, positions, names)
+                self.server.run(
+                    "match", lease_id, repr(lease_s), str(limit), canonical, left_out, positions, names, knows_nothing
+                )
             )
             if not reply:
                 break
+            fresh = reply.pop() if knows_nothing == "1" else None
             spans, lines = replies.spans(reply[1:])
+            if fresh is not None:
+                read = self._read([extent_id for extent_id, _ in lines], *replies.items(fresh, 2))
+            else:
+                read = self._fetch([extent_id for extent_id, _ in lines if extent_id not in self._known])
             # The same rule once more over what came back: hashes, tokens, order and borders are proved, not believed.
-            parts, stop = cover(self._records(lines), query, limit)
+            parts, stop = cover(self._placed(lines, read), query, limit)
             if [(record.extent_id, a, b) for record, a, b in parts] == spans:
                 return Match(
                     parts, stop, Receipt(lease_id, tuple(span[0] for span in spans), replies.seconds(reply[0]))
@@ -271,11 +280,14 @@ class RedisIndex:
     def _records(self, lines: Iterable[tuple[int, bytes]]) -> list[ExtentRecord]:
         """Records of (id, state); unknown ones are fetched, unreadable ones counted and left out."""
         wanted = list(lines)
-        fetched = self._fetch([extent_id for extent_id, _ in wanted if extent_id not in self._known])
+        return self._placed(wanted, self._fetch([extent_id for extent_id, _ in wanted if extent_id not in self._known]))
+
+    def _placed(self, lines: Iterable[tuple[int, bytes]], read: dict[int, ExtentRecord]) -> list[ExtentRecord]:
+        """Records of (id, state), from what is known and what was just read."""
         found = []
-        for extent_id, state in wanted:
+        for extent_id, state in lines:
             known = self._known.get(extent_id)
-            record = known[1] if known is not None else fetched.get(extent_id)
+            record = known[1] if known is not None else read.get(extent_id)
             if record is None:
                 self.num_malformed += 1
             elif known is not None and known[0] == state:
@@ -295,12 +307,20 @@ class RedisIndex:
         found = {}
         for first in range(0, len(missing), _FETCH):
             batch = missing[first : first + _FETCH]
-            raws, packed = replies.items(self.server.run("fetch", *map(wire.to_id, batch)), 2)
-            for extent_id, raw, tokens in zip(batch, raws, packed, strict=True):
-                try:
-                    found[extent_id] = wire.from_record(extent_id, raw, tokens if self._shares else None)
-                except IntegrityError:
-                    continue
+            found.update(self._read(batch, *replies.items(self.server.run("fetch", *map(wire.to_id, batch)), 2)))
+        return found
+
+    def _read(self, extent_ids: Sequence[int], raws: Any, packed: Any) -> dict[int, ExtentRecord]:
+        """The unchanging parts of extents as they came back, in order; what cannot be read is left out."""
+        found = {}
+        rows = zip(
+            extent_ids, replies.items(raws, len(extent_ids)), replies.items(packed, len(extent_ids)), strict=True
+        )
+        for extent_id, raw, tokens in rows:
+            try:
+                found[extent_id] = wire.from_record(extent_id, raw, tokens if self._shares else None)
+            except IntegrityError:
+                continue
         return found
 
     def _remember(self, record: ExtentRecord, raw_state: bytes) -> ExtentRecord:

@@ -1,9 +1,11 @@
 #!lua
 -- Leases the extents that cover the longest prefix (Index.match): greedy interval cover, as cover() in base.py does it.
 -- Keys: below. Arguments: now or '', lease, lease seconds, limit, canonical 1/0, ids to leave out, positions of the names
---   in falling order ('300t' where an extent must end, else the end of a block), the names in the same order, joined.
--- Reply: {deadline, 'id start stop state', ...}; empty when nothing is found, and then nothing was written.
-local state, names, readers, held = unpack(KEYS)
+--   in falling order ('300t' where an extent must end, else the end of a block), the names in the same order, joined,
+--   1 to get the parts of the extents that never change as well, as fetch.lua gives them.
+-- Reply: {deadline, 'id start stop state', ...[, {records, packed token ids}]}; empty when nothing is found, and then nothing
+--   was written.
+local state, names, readers, held, records, tokens = unpack(KEYS)
 -- include: clock
 -- include: lease
 local limit, canonical, joined = tonumber(ARGV[4]), ARGV[5] == '1', ARGV[8]
@@ -83,4 +85,7 @@ redis.call('HSET', state, unpack(uses))
 local deadline = seconds(now + ARGV[3])
 take_lease(ARGV[2], deadline, ids)
 table.insert(parts, 1, deadline)
+if ARGV[9] == '1' then
+  parts[#parts + 1] = {redis.call('HMGET', records, unpack(ids)), redis.call('HMGET', tokens, unpack(ids))}
+end
 return parts
