@@ -282,7 +282,12 @@ class Ledger:
             lineage = broker.lineage(handle)
         except (RecipeMissing, IncompatibleHandle) as error:
             if not is_stored:
-                self._say(f"unknown {handle.kv_id}", "a handle is stored that nothing can rebuild: %s", error)
+                self._say(
+                    f"unknown {handle.kv_id}",
+                    "a handle is stored that nothing can rebuild: %s. Was it made by a second broker of the same model, "
+                    "opened by a file that ran twice, as langgraph dev runs them? Open the broker in a module that is imported",
+                    error,
+                )
             return None
         except ConfigError as error:  # the broker is closed
             if is_stored:

@@ -30,6 +30,7 @@ from langgraph.checkpoint.serde.encrypted import EncryptedSerializer
 
 from aaflow_langgraph.broker import KVBroker
 from aaflow_langgraph.checkpoint.admission import Waiting
+from aaflow_langgraph.checkpoint.colours import BothColours
 from aaflow_langgraph.checkpoint.inner import Inner
 from aaflow_langgraph.checkpoint.ledger import Codec, Durability, Ledger
 from aaflow_langgraph.checkpoint.locks import ThreadLocks
@@ -127,17 +128,23 @@ class KVCheckpointSaver(BaseCheckpointSaver[Any]):
             self._undo = undo.pop_all()
 
     @classmethod
-    @contextmanager
     def local(
         cls, path: str | os.PathLike[str], broker: KVBroker | Sequence[KVBroker], *, durability: Durability = "evict"
-    ) -> Iterator[KVCheckpointSaver]:
+    ) -> BothColours[KVCheckpointSaver]:
         """Everything in one directory: LangGraph's ``SqliteSaver`` on ``path/checkpoints.sqlite``, the rest beside it.
 
-        Works with sync and async graphs.
+        For ``with`` and ``async with``; the saver works with sync and async graphs.
 
         Raises:
             ConfigError: langgraph-checkpoint-sqlite is not installed, or as the class. Way out: fail.
         """
+        return BothColours(cls._local(path, broker, durability))
+
+    @classmethod
+    @contextmanager
+    def _local(
+        cls, path: str | os.PathLike[str], broker: KVBroker | Sequence[KVBroker], durability: Durability
+    ) -> Iterator[KVCheckpointSaver]:
         try:
             from langgraph.checkpoint.sqlite import SqliteSaver
         except ImportError as error:
