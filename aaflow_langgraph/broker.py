@@ -95,6 +95,7 @@ class KVBroker:
             self._keeper.start()
         self._counts = {"reused": 0, "prefilled": 0, "decoded": 0, "recomputed": 0, "failures": 0}
         self._closed = False
+        self._pid = os.getpid()
 
     @classmethod
     def open(
@@ -138,10 +139,18 @@ class KVBroker:
             UnsupportedModel: The model's state cannot be carried as keys and values; says why. Way out: fail.
         """
         if not isinstance(index, str):
-            raise ConfigError(f"index must be a URL such as 'memory://' or 'redis://localhost', got {index!r}")
+            raise ConfigError(
+                f"index must be a URL such as 'memory://' or 'redis://localhost', got {type(index).__name__}"
+            )
+        if "\0" in index:
+            raise ConfigError("index must be a URL, and no URL has a null byte")
+        if not isinstance(previews, bool):
+            raise ConfigError(f"previews must be True or False, got {previews!r}")
         if not isinstance(share_recipes, bool):
             raise ConfigError(f"share_recipes must be True or False, got {share_recipes!r}")
-        ordered = evict if callable(evict) else policy(evict)
+        if not isinstance(evict, str) and (isinstance(evict, type) or not callable(evict)):
+            raise ConfigError(f"evict must be the name of a policy or a policy of your own, got {evict!r:.100}")
+        ordered = policy(evict) if isinstance(evict, str) else evict
         if isinstance(model, TransformersEngine):
             if (dtype, device, tenant) != ("auto", "auto", ""):
                 raise ConfigError("dtype, device and tenant belong to the engine that was passed; set them there")
@@ -925,6 +934,11 @@ class KVBroker:
             self._recipes.share_again()
 
     def _check_open(self) -> None:
+        if os.getpid() != self._pid:
+            raise ConfigError(
+                f"this broker belongs to process {self._pid}, this is its forked child {os.getpid()}: the threads of torch do "
+                "not survive a fork; start worker processes with 'spawn' and open a broker in each"
+            )
         if self._closed:
             raise ConfigError("this broker is closed; open another one")
 

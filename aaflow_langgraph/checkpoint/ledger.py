@@ -325,6 +325,13 @@ class Ledger:
                 continue
             try:
                 is_durable[handle.kv_id] = broker.persist(handle)
+                if not is_durable[handle.kv_id]:
+                    self._say(
+                        "persist",
+                        "tensors of %d tokens are not all on disk: some left the pool before they could be written, or never "
+                        "fitted into it (pool_bytes), or the disk cannot take them; they will be computed again",
+                        handle.kv_tokens,
+                    )
             except (ConfigError, ValueError) as error:  # closed meanwhile; it wrote what was wanted then
                 self._say("persist", "the broker is closed, so whether tensors are on disk is not known: %s", error)
             except AAFlowError as error:

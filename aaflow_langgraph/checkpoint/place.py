@@ -30,7 +30,7 @@ class Place:
             # Also when nobody closes the saver.
             self._remove: Any = weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
             return
-        if not isinstance(named, (str, os.PathLike)) or not os.fspath(named):
+        if not isinstance(named, (str, os.PathLike)) or not os.fspath(named) or "\0" in str(named):
             raise ConfigError(f"directory must be a path, got {named!r:.100}")
         self._remove = lambda: None
         self.path = Path(named).absolute()

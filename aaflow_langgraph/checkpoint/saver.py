@@ -87,7 +87,7 @@ class KVCheckpointSaver(BaseCheckpointSaver[Any]):
         durability: Durability = "evict",
         directory: str | os.PathLike[str] | None = None,
     ) -> None:
-        brokers = [broker] if isinstance(broker, KVBroker) else list(broker)
+        brokers = list(broker) if isinstance(broker, Sequence) else [broker]
         if not isinstance(inner, BaseCheckpointSaver) or isinstance(inner, KVCheckpointSaver):
             raise ConfigError(
                 f"inner must be a LangGraph checkpointer without KV of its own, got {type(inner).__name__}"
@@ -149,6 +149,8 @@ class KVCheckpointSaver(BaseCheckpointSaver[Any]):
             from langgraph.checkpoint.sqlite import SqliteSaver
         except ImportError as error:
             raise ConfigError("local() needs SQLite's saver: pip install langgraph-checkpoint-sqlite") from error
+        if not isinstance(path, str | os.PathLike) or not os.fspath(path) or "\0" in str(path):
+            raise ConfigError(f"path must name a directory, got {path!r:.100}")
         folder = Path(path)
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)

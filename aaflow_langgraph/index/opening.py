@@ -46,6 +46,8 @@ _IGNORED = ("decode_responses", "encoding", "encoding_errors", "protocol", "sock
 
 _Connection = type[Connection] | type[UnixDomainSocketConnection]
 _logger = logging.getLogger("aaflow_langgraph")
+# What stands in the wrong place of a URL may be a piece of a password: it is never quoted.
+_ESCAPES = "write '/', '?', '#' and '@' of a user or password as %2F, %3F, %23 and %40"
 
 
 def open_index(
@@ -208,10 +210,11 @@ def _address(url: str) -> tuple[_Connection, dict[str, Any], str]:
     allowed = ("db", *_TLS_OPTIONS) if scheme == "rediss" else ("db",)
     unknown = sorted(query.keys() - {*allowed, *_IGNORED})
     if unknown:
-        raise ConfigError(f"{shown} does not know the option {unknown[0]!r}; it knows {', '.join(allowed)}")
+        named = "one of its own" if "@" in parts.path + parts.query else repr(unknown[0])
+        raise ConfigError(f"a {scheme}:// URL knows the options {', '.join(allowed)}, not {named}; {_ESCAPES}")
     db = query["db"][-1] if "db" in query else path.strip("/") if scheme != "unix" else ""
     if db and not (db.isascii() and db.isdecimal()):
-        raise ConfigError(f"{shown}: a database is a number, got {db[:20]!r}")
+        raise ConfigError(f"in a {scheme}:// URL a database is a number; {_ESCAPES}")
     options: dict[str, Any] = {"db": int(db or 0)}
     if parts.username:
         options["username"] = unquote(parts.username)

@@ -67,7 +67,7 @@ def history_table(checkpoints: Sequence[SeenCheckpoint]) -> Table:
         made_by = ", ".join(one.nodes) or one.source
         where = "/".join(part.partition(":")[0] for part in one.checkpoint_ns.split("|") if part)
         first = [
-            printable(one.checkpoint_id),
+            printable(one.checkpoint_id[-12:]),  # ids of one thread begin alike; ``diff`` takes their ends
             printable(f"{where}/{made_by}" if where else made_by),
             str(one.step) if one.step is not None else "",
             size(one.private_bytes),

@@ -28,7 +28,7 @@ class RegionPool:
     tier: Tier = "host"
 
     def __init__(self, capacity_bytes: int, alignment_bytes: int) -> None:
-        if type(capacity_bytes) is not int or capacity_bytes < alignment_bytes:
+        if type(capacity_bytes) is not int or not alignment_bytes <= capacity_bytes < 1 << 62:
             raise ConfigError(f"pool_bytes must be an int of at least {alignment_bytes}, got {capacity_bytes!r}")
         self._arena = Arena(capacity_bytes, alignment_bytes)
         self.owner = secrets.token_hex(16)

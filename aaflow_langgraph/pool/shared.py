@@ -95,8 +95,8 @@ class SharedPool(RegionPool):
         """
         if self._pid != os.getpid():
             raise ConfigError(
-                f"the pool belongs to process {self._pid}, this is its child {os.getpid()}: open a broker of its own in "
-                "a forked process"
+                f"the pool belongs to process {self._pid}, this is its child {os.getpid()}: start worker processes "
+                "with 'spawn' and open a broker in each"
             )
         return super().tensor(allocation, dtype, shape)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -317,6 +318,14 @@ def test_a_closed_broker_serves_nothing_and_can_be_closed_again(broker: KVBroker
         ({"index": None}, "index"),
         ({"evict": "random"}, "eviction policy"),
         ({"share_recipes": "no"}, "share_recipes"),
+        ({"previews": "no"}, "previews"),
+        ({"evict": []}, "evict"),
+        ({"evict": int}, "evict"),
+        ({"index": "embedded://a\0b"}, "null byte"),
+        ({"index": b"redis://u:secret@127.0.0.1"}, "^(?!.*secret).*bytes"),
+        ({"index": "redis://u:12/secret@127.0.0.1:1"}, "^(?!.*secret).*%2F"),
+        ({"index": "rediss://u:1?secret@h.example"}, "^(?!.*secret).*%3F"),
+        ({"pool_bytes": 1 << 80}, "pool_bytes"),
         ({"disk": "/proc/nothing"}, "/proc/nothing"),
         ({"pool_bytes": 0}, "pool_bytes"),
         ({"pool_bytes": -5}, "pool_bytes"),
@@ -394,3 +403,19 @@ def test_an_encoder_decoder_is_refused(engines: Callable[..., TransformersEngine
     )
     with pytest.raises(UnsupportedModel, match="decoder"):
         TransformersEngine(model, tiny.tokenizer())
+
+
+def test_a_forked_child_is_told_to_spawn(broker: KVBroker) -> None:
+    """The threads of torch do not survive a fork: refused at once, instead of standing still."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            broker.generate("Hi")
+        except ConfigError as error:
+            os.write(writing, str(error).encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as told:
+        assert "spawn" in told.read()
+    os.waitpid(pid, 0)
