@@ -18,7 +18,6 @@ import torch
 import xxhash
 
 from aaflow_langgraph.engine.base import Piece
-from aaflow_langgraph.engine.fingerprint import DTYPES, tensor_bytes
 from aaflow_langgraph.errors import (
     Evicted,
     Fenced,
@@ -38,6 +37,7 @@ from aaflow_langgraph.pool.base import Pool
 from aaflow_langgraph.pool.disk import DiskPool, StoredExtent
 from aaflow_langgraph.pool.peers import Attached, Peers
 from aaflow_langgraph.results import Transfer
+from aaflow_langgraph.tensors import DTYPES, tensor_bytes
 
 LEASE_S = 60.0
 """Lease of a request in a process of its own: renewed at every forward, so long enough for one of a large model, short
@@ -132,7 +132,6 @@ class ExtentStore:
         self._epoch = 0
         self._is_announced = True
         self._num_outages = 0
-        self._warned: set[str] = set()
         if disk is not None:
             disk.when_evicted(self._note_gone)
         self._join()
@@ -175,9 +174,8 @@ class ExtentStore:
                 self.leases.release(match.receipt)
                 raise
             if self.disk is not None and any(record.place is None for record, _, _ in match.parts):
-                for record, _, _ in reversed(
-                    parts
-                ):  # so that the end of a chain is older than its front, and goes first
+                # The end of a chain first, so that it is older than its front and goes before it.
+                for record, _, _ in reversed(parts):
                     self.disk.touch(file_name(record))
             return replace(match, parts=tuple(parts))
         return self.index.match(query, 0, self.leases.lease_s)
@@ -376,8 +374,7 @@ class ExtentStore:
             written = self.disk.write(stored(record), self.rows(record).cpu())
             self.index.set_on_disk(extent_id, True)
         except (MemoryError, OSError) as error:  # CapacityError is one
-            self.counts.spill_failures += 1
-            self._warn_once("spill", f"an extent could not be written to disk and will be computed again: {error}")
+            self._count_spill_failure(error)
             return False
         finally:
             with self.lock:
@@ -424,8 +421,7 @@ class ExtentStore:
 
     def detach_disk(self) -> None:
         """Write what is wanted and not there yet, then forget the tier: the index must not promise what nobody can read."""
-        for extent_id in list(self.unsaved):
-            self.spill(extent_id)
+        self._spill_unsaved()
         with self.lock:
             if not set(self.index.owners()) - {self.pool.owner}:  # else others may serve them from the same directory
                 for record in self.index.records():
@@ -602,8 +598,7 @@ class ExtentStore:
 
     def close(self) -> None:
         """Write what the disk lacks, leave the index, give memory and connections back."""
-        for extent_id in list(self.unsaved):
-            self.spill(extent_id)
+        self._spill_unsaved()
         if not self._has_heirs():
             self.index.leave(self.pool.owner)
         self.pool.close()
@@ -614,6 +609,11 @@ class ExtentStore:
         self.index.close()
 
     # ---------------------------------------------------------------- inside
+
+    def _spill_unsaved(self) -> None:
+        """Give every extent that may have one its copy on disk."""
+        for extent_id in list(self.unsaved):
+            self.spill(extent_id)
 
     def _has_heirs(self) -> bool:
         """Is there a living process that may adopt what we leave in memory? Owners found dead are forgotten."""
@@ -768,8 +768,15 @@ class ExtentStore:
             if self.is_live(record):  # what was written while its bytes changed hands is caught by its checksum
                 self.index.set_on_disk(record.extent_id, True)
         except (KVMissing, _OutOfReach, MemoryError, OSError) as error:
-            self.counts.spill_failures += 1
-            self._warn_once("spill", f"an extent could not be written to disk and will be computed again: {error}")
+            self._count_spill_failure(error)
+
+    def _count_spill_failure(self, error: Exception) -> None:
+        """A disk that cannot take an extent is said once and counted always."""
+        self.counts.spill_failures += 1
+        if self.counts.spill_failures == 1:
+            _log.warning(
+                "an extent could not be written to disk and will be computed again: %s (said once; see stats())", error
+            )
 
     def _note_gone(self, name: str) -> None:
         """A copy on disk was removed. What is still in our pool is written again when it leaves it, and not before: a disk
@@ -780,16 +787,18 @@ class ExtentStore:
             if extent_id is None:
                 self._removed_files.add(name)  # another process announced it: looked for by ``reconcile``
                 return
-            self.index.set_on_disk(extent_id, False)
-            if extent_id in self.mine:
-                self.mine[extent_id] = replace(self.mine[extent_id], on_disk=False)
+            self._take_off_disk(extent_id)
+
+    def _take_off_disk(self, extent_id: int) -> None:
+        """Say, in the index and in the manifest, that an extent has no copy on disk any more."""
+        self.index.set_on_disk(extent_id, False)
+        if extent_id in self.mine:
+            self.mine[extent_id] = replace(self.mine[extent_id], on_disk=False)
 
     def _remove_file(self, record: ExtentRecord) -> bool:
         """Forget the copy on disk of an extent."""
-        self.index.set_on_disk(record.extent_id, False)
+        self._take_off_disk(record.extent_id)
         self._files.pop(file_name(record), None)
-        if record.extent_id in self.mine:
-            self.mine[record.extent_id] = replace(self.mine[record.extent_id], on_disk=False)
         return self.disk is not None and self.disk.remove(file_name(record))
 
     def _is_silent(self, owner: str) -> bool:
@@ -799,11 +808,6 @@ class ExtentStore:
     def _forget(self, extent_id: int) -> None:
         self.mine.pop(extent_id, None)
         self.unsaved.pop(extent_id, None)
-
-    def _warn_once(self, kind: str, message: str) -> None:
-        if kind not in self._warned:
-            self._warned.add(kind)
-            _log.warning("%s (said once; see stats())", message)
 
 
 def names(record: ExtentRecord) -> tuple[str, ...]:

@@ -21,9 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from aaflow_langgraph._cache_dir import cache_dir
 from aaflow_langgraph.hashing import digest
 from aaflow_langgraph.model import BLOCK_TOKENS, LAYOUT_VERSION, Namespace
-from aaflow_langgraph.tensors import DTYPES as DTYPES
-from aaflow_langgraph.tensors import dtype_name as dtype_name
-from aaflow_langgraph.tensors import tensor_bytes as tensor_bytes
+from aaflow_langgraph.tensors import dtype_name, tensor_bytes
 
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.gguf")
 

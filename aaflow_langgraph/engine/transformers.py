@@ -29,12 +29,13 @@ from aaflow_langgraph.engine import attention, cache_adapter, lean
 from aaflow_langgraph.engine.attention import FastPathRefused, Past
 from aaflow_langgraph.engine.base import Piece, Tail, chunk_spans
 from aaflow_langgraph.engine.batch import MOST_ROWS, Batcher, Step
-from aaflow_langgraph.engine.fingerprint import DTYPES, dtype_name, make_namespace, read_cached, write_cached
+from aaflow_langgraph.engine.fingerprint import make_namespace, read_cached, write_cached
 from aaflow_langgraph.engine.turns import ChatFrame
 from aaflow_langgraph.errors import ConfigError, ContextTooLong, UnsupportedModel
 from aaflow_langgraph.handle import is_unicode
 from aaflow_langgraph.hashing import digest
 from aaflow_langgraph.model import KVLayout, Namespace
+from aaflow_langgraph.tensors import DTYPES, dtype_name
 
 # Mean difference of logits, relative to their spread, that a read path may show against the stock forward. In 16 bits the
 # stock forward itself moves by 0.02-0.06 when the same tokens are cut differently; a path that is wrong moves by 0.3 and more.
