@@ -19,7 +19,9 @@ ROWS: tuple[frozenset[str], ...] = (
     frozenset({"errors", "_cache_dir"}),
     frozenset({"model", "handle", "hashing", "results", "tensors", "assets", "_wheel", "_gguf"}),
     frozenset({"index", "pool", "engine", "evict"}),
-    frozenset({"broker", "generation", "inflight", "keeper", "lease", "recipes", "session", "store", "tail"}),
+    frozenset(
+        {"broker", "generation", "inflight", "keeper", "lease", "movements", "recipes", "session", "store", "tail"}
+    ),
     frozenset({"graph", "checkpoint", "chat", "testing", "bench", "inspection", "metrics"}),
     frozenset({"studio", "cli"}),
 )
@@ -38,6 +40,9 @@ NEIGHBOURS = frozenset(
         ("broker", "generation"),
         ("broker", "inflight"),
         ("broker", "keeper"),
+        ("broker", "movements"),
+        ("store", "movements"),
+        ("movements", "journal"),
         ("broker", "recipes"),
         ("broker", "session"),
         ("broker", "store"),
