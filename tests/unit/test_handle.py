@@ -62,7 +62,7 @@ def test_a_wrong_field_is_refused_by_name_and_by_both_ways_in(name: str, value: 
 NOT_HANDLES = [None, 7, "text", ID, b"", [], (ID, NAMESPACE, 7), [GOOD], object(), float("nan"), set()]
 
 
-@pytest.mark.parametrize("value", NOT_HANDLES, ids=repr)
+@pytest.mark.parametrize("value", NOT_HANDLES, ids=lambda value: repr(value).partition(" at 0x")[0])
 def test_what_is_no_mapping_is_refused(value: Any) -> None:
     with pytest.raises(MalformedHandle, match="expected a KVHandle"):
         KVHandle.coerce(value)
