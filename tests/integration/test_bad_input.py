@@ -124,7 +124,9 @@ def test_a_forged_handle_of_the_right_shape_is_refused(broker: KVBroker, entry: 
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
-@pytest.mark.parametrize("value", [{}, {"kv_id": "x"}, "text", 7, [], b"", object()], ids=lambda value: repr(value).partition(" at 0x")[0])
+@pytest.mark.parametrize(
+    "value", [{}, {"kv_id": "x"}, "text", 7, [], b"", object()], ids=lambda value: repr(value).partition(" at 0x")[0]
+)
 def test_what_is_no_handle_is_refused(broker: KVBroker, entry: str, value: Any) -> None:
     refuses(broker, MalformedHandle, "[hH]andle", lambda: ENTRIES[entry](broker, value))
 
