@@ -17,12 +17,14 @@ ROOT = Path(__file__).parents[2] / PACKAGE
 # A unit is a module or a folder right below the package; it may import itself and what stands in lower rows.
 ROWS: tuple[frozenset[str], ...] = (
     frozenset({"errors", "_cache_dir"}),
-    frozenset({"model", "handle", "hashing", "results", "tensors", "assets", "_wheel", "_gguf"}),
+    frozenset(
+        {"model", "handle", "composite", "hashing", "results", "tensors", "assets", "project", "_wheel", "_gguf"}
+    ),
     frozenset({"index", "pool", "engine", "evict"}),
     frozenset(
         {"broker", "generation", "inflight", "keeper", "lease", "movements", "recipes", "session", "store", "tail"}
     ),
-    frozenset({"graph", "checkpoint", "chat", "testing", "bench", "inspection", "metrics"}),
+    frozenset({"graph", "checkpoint", "chat", "testing", "bench", "inspection", "metrics", "explain", "lint"}),
     frozenset({"studio", "cli"}),
 )
 # Units of one row that may know each other: values are built of values, the broker's parts of each other; the index
@@ -32,6 +34,8 @@ NEIGHBOURS = frozenset(
         ("handle", "model"),
         ("hashing", "model"),
         ("hashing", "handle"),
+        ("composite", "handle"),
+        ("composite", "hashing"),
         ("results", "handle"),
         ("assets", "_wheel"),
         ("index", "evict"),
@@ -62,6 +66,11 @@ NEIGHBOURS = frozenset(
         ("checkpoint", "graph"),
         ("testing", "graph"),
         ("testing", "checkpoint"),
+        ("testing", "lint"),
+        ("explain", "inspection"),
+        ("lint", "explain"),
+        ("lint", "graph"),
+        ("lint", "inspection"),
         ("studio", "cli"),
         ("cli", "studio"),
     }
@@ -74,12 +83,13 @@ FORBIDDEN: tuple[tuple[str, frozenset[str]], ...] = (
     ("model", frozenset({"torch", "transformers", "redis"})),
     ("errors", frozenset({"torch", "transformers", "redis"})),
 )
-KNOWS_LANGGRAPH = frozenset({"graph", "chat", "checkpoint", "studio", "bench"})
+KNOWS_LANGGRAPH = frozenset({"graph", "chat", "checkpoint", "studio", "bench", "lint"})
 
 # Where the name to import is not the name to install.
 DISTRIBUTIONS = {"langchain_core": "langchain-core", "typing_extensions": "typing-extensions"}
 
-FILES = sorted(ROOT.rglob("*.py"))
+# What stands in templates/ is not of the package: it is written into the user's projects.
+FILES = sorted(path for path in ROOT.rglob("*.py") if path.relative_to(ROOT).parts[0] != "templates")
 
 
 def unit_of(path: Path) -> str:
