@@ -1,4 +1,4 @@
-"""``aaflow``: measure and look. The last line on stdout of a benchmark, and of what is asked with ``--json``, is one JSON
+"""``aaflow``: begin, measure and look. The last line on stdout of a benchmark, and of what is asked with ``--json``, is one JSON
 document; the rest goes to stderr.
 """
 
@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
+from pathlib import Path
 
 from aaflow_langgraph.evict.base import TIES
 from aaflow_langgraph.evict.policies import POLICIES
@@ -96,6 +98,8 @@ def _parser() -> argparse.ArgumentParser:
         "--ties", nargs="+", choices=list(TIES), default=["oldest"], help="which of equals goes first (default oldest)"
     )
     _add_inspection(commands)
+    new = commands.add_parser("new", help="write a project that langgraph dev runs, with KV handles in its state")
+    new.add_argument("directory", metavar="DIR", type=_named, help="a directory that is new or empty")
     return parser
 
 
@@ -135,6 +139,16 @@ def _add_inspection(commands: argparse._SubParsersAction[argparse.ArgumentParser
     history.add_argument("--model", default=None, help="hub id or directory: show text, too, not only token ids")
     for command in (check, gc, history):
         command.add_argument("--json", action="store_true", help="one JSON document")
+
+
+def _new(arguments: argparse.Namespace) -> int:
+    from aaflow_langgraph.project import write_project
+
+    folder = Path(arguments.directory)
+    for path in write_project(folder):
+        sys.stderr.write(f"wrote {path}\n")
+    sys.stdout.write(f"cd {shlex.quote(str(folder))}\nlanggraph dev\n")
+    return 0
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
@@ -277,6 +291,12 @@ def _counts(text: str) -> list[int]:
     return [_count(part.strip()) for part in text.split(",")]
 
 
+def _named(text: str) -> str:
+    if not text:  # pathlib would read it as the current directory
+        raise argparse.ArgumentTypeError("it is empty; name a directory, or . for this one")
+    return text
+
+
 def _rounds(text: str) -> int:
     if _count(text) < 5:
         raise argparse.ArgumentTypeError(
@@ -285,4 +305,4 @@ def _rounds(text: str) -> int:
     return int(text)
 
 
-_COMMANDS = {"bench": _bench, "inspect": _inspect, "check": _check, "gc": _gc, "history": _history}
+_COMMANDS = {"bench": _bench, "inspect": _inspect, "check": _check, "gc": _gc, "history": _history, "new": _new}
