@@ -9,19 +9,18 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
 import torch
 
 from aaflow_langgraph.engine.cache_adapter import refuse_foreign_cache
-from aaflow_langgraph.engine.sampling import Sampling, choose, log_probability
+from aaflow_langgraph.engine.sampling import Sampling
 from aaflow_langgraph.engine.transformers import TransformersEngine
 from aaflow_langgraph.engine.turns import Extension, check_text
 from aaflow_langgraph.errors import (
-    Cancelled,
     ConfigError,
     IncompatibleHandle,
     RecipeMissing,
@@ -29,15 +28,15 @@ from aaflow_langgraph.errors import (
 from aaflow_langgraph.evict.base import Policy
 from aaflow_langgraph.evict.lru import least_recently_used
 from aaflow_langgraph.evict.policies import policy
-from aaflow_langgraph.generation import TextStream, derive_seed, make_generator
-from aaflow_langgraph.handle import KVHandle, check_label, make_preview
-from aaflow_langgraph.hashing import prefix_id
-from aaflow_langgraph.index.base import Index
+from aaflow_langgraph.handle import DIGEST_PATTERN, KVHandle, check_label
+from aaflow_langgraph.index.base import ExtentRecord, Index
 from aaflow_langgraph.index.guarded import GuardedIndex
 from aaflow_langgraph.index.opening import open_index
-from aaflow_langgraph.inflight import InFlight
+from aaflow_langgraph.journal import Journal
 from aaflow_langgraph.keeper import Keeper
-from aaflow_langgraph.model import BLOCK_TOKENS, Finding, Namespace, Operator, Receipt, Recipe, Span, Tier, Turn
+from aaflow_langgraph.model import Finding, Namespace, Operator, Receipt, Recipe, Span, Tier, Turn
+from aaflow_langgraph.movements import Movement
+from aaflow_langgraph.nearest import Nearest
 from aaflow_langgraph.pool.base import Pool
 from aaflow_langgraph.pool.device import DevicePool
 from aaflow_langgraph.pool.disk import DiskPool
@@ -46,9 +45,9 @@ from aaflow_langgraph.pool.peers import Peers
 from aaflow_langgraph.pool.shared import SharedPool
 from aaflow_langgraph.pool.sweep import sweep as sweep_pools
 from aaflow_langgraph.recipes import RecipeBook
-from aaflow_langgraph.results import Generation, Prefilled, Reuse, Stats, TokenDelta, Transfer, Usage
-from aaflow_langgraph.session import Session
-from aaflow_langgraph.store import ExtentStore, TokenSequence
+from aaflow_langgraph.requests import How, Requests
+from aaflow_langgraph.results import Generation, Prefilled, Stats, TokenDelta, Transfer
+from aaflow_langgraph.store import ExtentStore
 
 HandleLike = KVHandle | Mapping[str, Any]
 Result = TypeVar("Result")
@@ -76,9 +75,11 @@ class KVBroker:
         disk: DiskPool | None = None,
         policy: Policy = least_recently_used,
         previews: bool = True,
+        kv: bool = True,
     ) -> None:
         self.engine = engine
         self.namespace: Namespace = engine.namespace
+        self.kv = kv
         self._previews = previews
         self._store = ExtentStore(
             engine.namespace.digest, engine.layout, index, pool, policy, engine.device, peers=peers, disk=disk
@@ -86,14 +87,20 @@ class KVBroker:
         self._pool = pool
         self._lock = threading.RLock()
         self._recipes = RecipeBook(engine.namespace.digest, self._store)
-        self._in_flight = InFlight(index)
+        self._requests = Requests(
+            engine,
+            self._store,
+            self._recipes,
+            previews=previews,
+            check_open=self._check_open,
+            is_closed=lambda: self._closed,
+        )
         self._keeper = Keeper(self._store, policy, chores=self._chores)
         self._num_announced = 0
         if disk is not None:
             self._store.announce_disk()
         if index.shared or disk is not None:
             self._keeper.start()
-        self._counts = {"reused": 0, "prefilled": 0, "decoded": 0, "recomputed": 0, "failures": 0}
         self._closed = False
         self._pid = os.getpid()
 
@@ -112,6 +119,7 @@ class KVBroker:
         tenant: str = "",
         previews: bool = True,
         share_recipes: bool = True,
+        kv: bool = True,
     ) -> KVBroker:
         """Load a model and open a broker for it.
 
@@ -131,6 +139,8 @@ class KVBroker:
             previews: Put the first and last words of texts into handles. Off for confidential text.
             share_recipes: Let a shared index hold token ids. Without, it holds hashes only, and a handle made by another
                 process is a ``RecipeMissing`` unless the disk knows it.
+            kv: False passes text: every request prefills all of its tokens, nothing is looked up or published, handles and
+                answers stay the same. For measuring one's own app both ways.
 
         Raises:
             ConfigError: Unknown model, dtype, device, policy or index; a pool, a directory or a server that cannot be
@@ -146,6 +156,8 @@ class KVBroker:
             raise ConfigError("index must be a URL, and no URL has a null byte")
         if not isinstance(previews, bool):
             raise ConfigError(f"previews must be True or False, got {previews!r}")
+        if not isinstance(kv, bool):
+            raise ConfigError(f"kv must be True or False, got {kv!r}")
         if not isinstance(share_recipes, bool):
             raise ConfigError(f"share_recipes must be True or False, got {share_recipes!r}")
         if not isinstance(evict, str) and (isinstance(evict, type) or not callable(evict)):
@@ -180,7 +192,7 @@ class KVBroker:
                 peers = None
                 pool = HostPool(pool_bytes) if on_cpu else DevicePool(pool_bytes, engine.device)
             undo.callback(pool.close)
-            broker = cls(engine, opened, pool, peers=peers, disk=below, policy=ordered, previews=previews)
+            broker = cls(engine, opened, pool, peers=peers, disk=below, policy=ordered, previews=previews, kv=kv)
             undo.pop_all()
         return broker
 
@@ -214,7 +226,8 @@ class KVBroker:
             ContextTooLong: More ids than the model's window. Way out: fail.
         """
         ids = self.engine.check_token_ids(token_ids)
-        return self._prefilled(None, ids, (Turn("", _whole(ids), False),), "materialize", label, deterministic).handle
+        how = self._how(deterministic, label)
+        return self._requests.prefill(None, ids, (Turn("", _whole(ids), False),), "materialize", how).handle
 
     def append(
         self, handle: HandleLike, token_ids: Sequence[int], *, label: str = "", deterministic: bool = False
@@ -230,7 +243,8 @@ class KVBroker:
         before = self._recipes.sequence(parent.kv_id).token_ids
         turns = tuple(replace(turn, open=False) for turn in parent.turns)
         added = Turn("", _whole(ids, len(before)), False)
-        return self._prefilled(parent, before + ids, (*turns, added), "append", label, deterministic).handle
+        how = self._how(deterministic, label)
+        return self._requests.prefill(parent, before + ids, (*turns, added), "append", how).handle
 
     def fork(self, handle: HandleLike, *, label: str | None = None) -> KVHandle:
         """A handle on the same KV: zero bytes, no copy, no count. Children of forks never change the parent (I5).
@@ -310,16 +324,14 @@ class KVBroker:
         text = check_text(text, "the text to prefill")
         extension = self._extend(known, role, text, what="the text to prefill", raw=raw, generate=False)
         operator: Operator = "materialize" if known is None else "append"
-        return self._prefilled(
+        return self._requests.prefill(
             known,
             extension.token_ids,
             extension.turns,
             operator,
-            label,
-            deterministic,
+            self._how(deterministic, label, cancel),
             num_shared=extension.num_shared,
             text=text,
-            cancel=cancel,
         )
 
     def generate(
@@ -354,8 +366,6 @@ class KVBroker:
             ConfigError, ContextTooLong, MalformedHandle, IncompatibleHandle, RecipeMissing: As in ``prefill``.
             Cancelled: ``cancel`` was set; nothing was published. Way out: fail.
         """
-        if on_token is not None and not callable(on_token):
-            raise ConfigError(f"on_token must be callable, got {type(on_token).__name__}")
         stream = self.stream(
             prompt,
             parent=parent,
@@ -367,13 +377,7 @@ class KVBroker:
             seed_path=seed_path,
             cancel=cancel,
         )
-        with closing(stream):  # also when ``on_token`` raises: leases end with the request, not with its traceback
-            for event in stream:
-                if isinstance(event, Generation):
-                    return event
-                if on_token is not None:
-                    on_token(event)
-        raise RuntimeError("a stream ended without its generation")
+        return _drained(stream, on_token)
 
     def stream(
         self,
@@ -393,70 +397,111 @@ class KVBroker:
         Input is checked at the first ``next``. Closing the iterator early stops the request; nothing is published.
         """
         started = time.perf_counter()
-        sampling = Sampling() if sampling is None else sampling
-        if not isinstance(sampling, Sampling):
-            raise ConfigError(
-                f"sampling must be a Sampling, got {type(sampling).__name__}; write Sampling(max_tokens=...)"
-            )
+        sampling = _checked(sampling)
         known = None if parent is None else self._known(parent)
         prompt = check_text(prompt, "the prompt")
         extension = self._extend(known, role, prompt, what="the prompt", raw=raw, generate=True)
-        self.engine.check_fits(len(extension.token_ids), sampling.max_tokens)
-        label = check_label(label)
-        generator = make_generator(
-            sampling, lambda: derive_seed(known.kv_id if known else "", extension.token_ids, sampling, seed_path)
+        yield from self._requests.stream(
+            known,
+            extension,
+            sampling,
+            self._how(deterministic, label, cancel),
+            text=prompt,
+            seed_name=known.kv_id if known else "",
+            seed_path=seed_path,
+            end_of_turn=self.engine.frame.end_of_turn,
+            started=started,
         )
-        with self._session(deterministic, cancel) as session:
-            sequence, num_recomputed = self._begin(
-                session, known, extension.token_ids, extension.num_shared, sampling.max_tokens, deterministic
-            )
-            num_prompt = len(sequence.token_ids)
-            logits = session.prefill(num_prompt)
-            if session.claim is not None:
-                session.split(min(sampling.max_tokens, BLOCK_TOKENS))  # others wait for the prompt, not for the answer
-            text = TextStream(self.engine.frame.decode, sampling.stop)
-            ids: list[int] = []
-            logprobs: list[float] = []
-            finish: str | None = None
-            ttft = 0.0
-            while finish is None:
-                token_id = choose(logits, sampling, generator)
-                ttft = ttft or time.perf_counter() - started
-                logprob = log_probability(logits, token_id) if sampling.logprobs else None
-                if token_id in self.engine.stop_ids:
-                    finish = "stop"
-                    break
-                ids.append(token_id)
-                if logprob is not None:
-                    logprobs.append(logprob)
-                piece = text.push(token_id)
-                if text.stopped or len(ids) == sampling.max_tokens:
-                    finish = "stop" if text.stopped else "length"
-                    piece += text.flush()
-                yield TokenDelta(token_id, piece, logprob)
-                if finish is None:
-                    logits = session.decode(token_id)
-            rest = text.flush()
-            if rest:
-                yield TokenDelta(None, rest)
-            content = self.engine.frame.split_at(ids, text.text) if text.stopped else tuple(ids)
-            handle = self._seal_generation(session, known, extension, sequence, content, ids, label, prompt, text.text)
-            usage = self._usage(
-                session,
-                num_prompt,
-                len(ids),
-                ttft,
-                started,
-                self._reuse(session, known, extension.num_shared),
-                num_recomputed,
-            )
-        yield Generation(
-            handle=handle,
-            text=text.text,
-            token_ids=tuple(ids),
-            finish_reason="length" if finish == "length" else "stop",
-            usage=usage,
-            logprobs=tuple(logprobs) if sampling.logprobs else None,
+
+    def complete(
+        self,
+        token_ids: Sequence[int],
+        *,
+        near: Sequence[str] = (),
+        turns: Sequence[Turn] = (),
+        end_of_turn: Sequence[int] = (),
+        sampling: Sampling | None = None,
+        label: str = "",
+        deterministic: bool = False,
+        seed_path: str = "",
+        kv: bool = True,
+        on_token: Callable[[TokenDelta], None] | None = None,
+        cancel: threading.Event | None = None,
+    ) -> Generation:
+        """Generate behind a whole prompt given as token ids, for callers that render chat templates themselves.
+
+        The known handle that shares the longest token prefix is found and reused by itself, to the token.
+
+        Args:
+            token_ids: The prompt, ``[T]``.
+            near: ``kv_id`` of handles that are likely to share a long prefix: looked up in index, disk and saver where this
+                process does not know them. Unknown ones are ignored.
+            turns: Chat turns of the prompt, for the recipe.
+            end_of_turn: Token ids that end the assistant's turn in the model's template; the new handle names them as well.
+            sampling: Greedy with up to 256 new tokens unless given.
+            label: Short name for people.
+            deterministic: As in ``generate``.
+            seed_path: As in ``generate``.
+            kv: False looks nothing up and publishes nothing, for this request.
+            on_token: As in ``generate``.
+            cancel: As in ``generate``.
+
+        Raises:
+            ConfigError, ContextTooLong: As in ``materialize``.
+            Cancelled: ``cancel`` was set; nothing was published. Way out: fail.
+        """
+        stream = self.stream_complete(
+            token_ids,
+            near=near,
+            turns=turns,
+            end_of_turn=end_of_turn,
+            sampling=sampling,
+            label=label,
+            deterministic=deterministic,
+            seed_path=seed_path,
+            kv=kv,
+            cancel=cancel,
+        )
+        return _drained(stream, on_token)
+
+    def stream_complete(
+        self,
+        token_ids: Sequence[int],
+        *,
+        near: Sequence[str] = (),
+        turns: Sequence[Turn] = (),
+        end_of_turn: Sequence[int] = (),
+        sampling: Sampling | None = None,
+        label: str = "",
+        deterministic: bool = False,
+        seed_path: str = "",
+        kv: bool = True,
+        cancel: threading.Event | None = None,
+    ) -> Generator[TokenDelta | Generation, None, None]:
+        """``complete`` as an iterator: every ``TokenDelta`` as it is known, then the ``Generation``.
+
+        Input is checked at the first ``next``. Closing the iterator early stops the request; nothing is published.
+        """
+        started = time.perf_counter()
+        sampling = _checked(sampling)
+        ids = self.engine.check_token_ids(token_ids)
+        end = self.engine.check_token_ids(end_of_turn) if end_of_turn else ()
+        how = self._how(deterministic, label, cancel, kv)
+        self._check_open()
+        for kv_id in near if how.kv else ():
+            self.find_recipe(kv_id)
+        nearest = self.nearest(ids) if how.kv else Nearest(None, 0)
+        known = self._recipes.find(nearest.kv_id) if nearest.kv_id else None
+        yield from self._requests.stream(
+            known,
+            Extension(ids, tuple(turns), nearest.num_shared),
+            sampling,
+            how,
+            text=self.engine.frame.decode(ids) if self._previews else "",
+            seed_name="",
+            seed_path=seed_path,
+            end_of_turn=lambda *_: end,
+            started=started,
         )
 
     def first_logits(self, handle: HandleLike, token_ids: Sequence[int]) -> torch.Tensor:
@@ -467,10 +512,7 @@ class KVBroker:
         """
         parent = self._known(handle)
         ids = self._recipes.sequence(parent.kv_id).token_ids + self.engine.check_token_ids(token_ids)
-        self.engine.check_fits(len(ids))
-        with self._session(False, None) as session:
-            self._begin(session, parent, ids, parent.stop, 0, False)
-            return session.prefill(len(ids))
+        return self._requests.first_logits(parent, ids)
 
     # ---------------------------------------------------------------- leases, recipes, inspection
 
@@ -501,6 +543,41 @@ class KVBroker:
         """
         return self._known(handle)
 
+    @property
+    def journal(self) -> Journal:
+        """The last requests: who asked, what was reused, and what could have been."""
+        return self._requests.journal
+
+    def find_recipe(self, kv_id: str) -> Recipe | None:
+        """The recipe of an id, from wherever it is known: here, in the index, on disk, at a saver; None when it is nowhere.
+
+        Raises:
+            ConfigError: ``kv_id`` is no id. Way out: fail.
+        """
+        if not isinstance(kv_id, str) or not DIGEST_PATTERN.fullmatch(kv_id):
+            raise ConfigError(f"a kv_id is 64 lower-case hex digits, got {kv_id!r:.80}")
+        self._check_open()
+        return self._recipes.find(kv_id)
+
+    def tokens_of(self, kv_id: str) -> tuple[int, ...]:
+        """Every token id that ``kv_id`` names.
+
+        Raises:
+            ConfigError: ``kv_id`` is no id. Way out: fail.
+            RecipeMissing: It is known nowhere. Way out: fail.
+        """
+        if self.find_recipe(kv_id) is None:
+            raise RecipeMissing(f"no recipe is known for {kv_id[:12]!r}, so its tokens are not either")
+        return self._recipes.sequence(kv_id).token_ids
+
+    def nearest(self, token_ids: Sequence[int]) -> Nearest:
+        """The handle known in this process that shares the longest token prefix with ``token_ids``.
+
+        Raises:
+            ConfigError: As in ``materialize``.
+        """
+        return self._recipes.nearest(self._store.sequence(self.engine.check_token_ids(token_ids)))
+
     def lineage(self, handle: HandleLike) -> tuple[Recipe, ...]:
         """The recipes that a handle stands on, root first, its own last.
 
@@ -508,6 +585,23 @@ class KVBroker:
             MalformedHandle, IncompatibleHandle, RecipeMissing: As in ``append``.
         """
         return self._recipes.lineage(self._known(handle))
+
+    def recipes(self) -> tuple[Recipe, ...]:
+        """Every recipe that this process made or read, in that order."""
+        return self._recipes.known()
+
+    def extents(self) -> tuple[ExtentRecord, ...]:
+        """Every extent that the index knows, those of other processes included.
+
+        Raises:
+            ConfigError: The broker is closed. Way out: fail.
+        """
+        self._check_open()
+        return tuple(self._store.index.records())
+
+    def movements(self) -> tuple[Movement, ...]:
+        """Extents that this process evicted, spilled, fetched or adopted lately, oldest first."""
+        return self._store.movements.entries()
 
     def names_of(self, recipe: Recipe) -> tuple[str, ...]:
         """Names (64 hexadecimal digits) of the blocks and borders that a recipe of this broker adds to its parent."""
@@ -600,13 +694,15 @@ class KVBroker:
             num_extents=len(store.index.records()),
             num_leases=store.index.num_leases(),
             num_recipes=len(self._recipes),
-            num_reused_tokens=self._counts["reused"],
-            num_prefilled_tokens=self._counts["prefilled"],
-            num_decoded_tokens=self._counts["decoded"],
-            num_recomputed_tokens=self._counts["recomputed"],
+            num_reused_tokens=self._requests.counts.reused,
+            num_prefilled_tokens=self._requests.counts.prefilled,
+            num_decoded_tokens=self._requests.counts.decoded,
+            num_recomputed_tokens=self._requests.counts.recomputed,
             num_evictions=store.counts.evictions,
             num_lost_receipts=store.counts.lost_receipts,
-            num_kv_load_failures=self._counts["failures"] + store.counts.fetch_failures + store.counts.lost_extents,
+            num_kv_load_failures=self._requests.counts.failures
+            + store.counts.fetch_failures
+            + store.counts.lost_extents,
             overflow_bytes=store.overflow_bytes,
             peak_overflow_bytes=store.peak_overflow_bytes,
             disk_capacity_bytes=store.disk.capacity_bytes if store.disk else 0,
@@ -694,6 +790,37 @@ class KVBroker:
             on_token=on_token,
         )
 
+    async def acomplete(
+        self,
+        token_ids: Sequence[int],
+        *,
+        near: Sequence[str] = (),
+        turns: Sequence[Turn] = (),
+        end_of_turn: Sequence[int] = (),
+        sampling: Sampling | None = None,
+        label: str = "",
+        deterministic: bool = False,
+        seed_path: str = "",
+        kv: bool = True,
+        on_token: Callable[[TokenDelta], None] | None = None,
+        cancel: threading.Event | None = None,
+    ) -> Generation:
+        """Async ``complete``; cancelling the task stops the generation. ``on_token`` runs in the worker thread."""
+        return await _cancellable(
+            self.complete,
+            token_ids,
+            cancel,
+            near=near,
+            turns=turns,
+            end_of_turn=end_of_turn,
+            sampling=sampling,
+            label=label,
+            deterministic=deterministic,
+            seed_path=seed_path,
+            kv=kv,
+            on_token=on_token,
+        )
+
     async def afirst_logits(self, handle: HandleLike, token_ids: Sequence[int]) -> torch.Tensor:
         """Async ``first_logits``."""
         return await asyncio.to_thread(self.first_logits, handle, token_ids)
@@ -715,187 +842,6 @@ class KVBroker:
         await asyncio.to_thread(self.close)
 
     # ---------------------------------------------------------------- inside
-
-    def _prefilled(
-        self,
-        parent: Recipe | None,
-        ids: tuple[int, ...],
-        turns: tuple[Turn, ...],
-        operator: Operator,
-        label: str,
-        deterministic: bool,
-        *,
-        num_shared: int | None = None,
-        text: str = "",
-        cancel: threading.Event | None = None,
-    ) -> Prefilled:
-        """Make the KV of ``ids`` exist, publish it, register the recipe."""
-        started = time.perf_counter()
-        self.engine.check_fits(len(ids))
-        label = check_label(label)
-        if num_shared is None:
-            num_shared = parent.stop if parent else 0
-        with self._session(deterministic, cancel) as session:
-            sequence, num_recomputed = self._begin(session, parent, ids, num_shared, 0, deterministic, whole=True)
-            if session.position < len(ids):
-                session.prefill(len(ids))
-                session.seal(sequence, len(ids))
-            handle = self._register(parent, sequence, 0, turns, operator, label, text, num_shared)
-            reuse = self._reuse(session, parent, num_shared)
-            usage = self._usage(session, len(ids), 0, 0.0, started, reuse, num_recomputed)
-        return Prefilled(handle, usage)
-
-    def _begin(
-        self,
-        session: Session,
-        parent: Recipe | None,
-        ids: tuple[int, ...],
-        num_shared: int,
-        num_new: int,
-        deterministic: bool,
-        *,
-        whole: bool = False,
-    ) -> tuple[TokenSequence, int]:
-        """Start a session over ``ids``; rebuild the parent's KV first, as an extent of its own, when it is gone.
-
-        Returns the hashed sequence and how many tokens had to be recomputed. Unless ``whole``, the last token is left to
-        run: its logits are needed.
-        """
-        self._check_open()
-        base = self._recipes.sequence(parent.kv_id) if parent else TokenSequence((), ())
-        known_hashes = base.hashes[: num_shared // BLOCK_TOKENS]
-        sequence = self._store.sequence(ids, known_hashes)
-        borders = self._recipes.borders(parent) if parent else ()
-        limit = len(ids) if whole else len(ids) - 1
-        expected = min(num_new, BLOCK_TOKENS)
-        if deterministic:
-            # Runs alone: it recomputes at most the blocks it misses, inside its own extent.
-            session.begin(sequence, limit, borders, expected)
-            return sequence, 0
-        if parent and num_shared < parent.stop:
-            session.begin_beside(sequence, limit, base, num_shared, borders, expected)
-            return sequence, 0
-        num_recomputed = 0
-        needed = min(parent.stop - parent.num_pending, num_shared, limit) if parent else 0
-        if parent and needed:
-            session.claim = self._in_flight.unless_done(
-                parent.kv_id, lambda: self._store.covered(sequence, needed, borders) >= needed, session.tick
-            )
-            reused = session.begin(sequence, limit, borders, expected)
-            if reused < needed:
-                session.prefill(needed)
-                session.split(len(ids) - needed + expected)
-                num_recomputed = needed - reused
-            session.end_claim()
-        else:
-            session.begin(sequence, limit, borders, expected)
-        if not num_recomputed:
-            self._claim(session, sequence, limit, borders, expected)
-        return sequence, num_recomputed
-
-    def _claim(
-        self, session: Session, sequence: TokenSequence, limit: int, borders: Sequence[int], expected: int
-    ) -> None:
-        """Where whole blocks are left to compute: be the one who computes them, or wait and read what another published."""
-        while (block := session.position // BLOCK_TOKENS) < limit // BLOCK_TOKENS:
-            position = session.position
-            session.claim = self._in_flight.acquire(
-                sequence.hashes[block],
-                lambda at=position: self._store.covered(sequence, limit, borders) > at,  # type: ignore[misc]
-                session.tick,
-            )
-            if session.claim is not None:
-                return
-            session.close()
-            session.begin(sequence, limit, borders, expected)
-            if session.position <= position:
-                return  # what was published cannot be read here: compute it
-
-    @contextmanager
-    def _session(self, deterministic: bool, cancel: threading.Event | None) -> Iterator[Session]:
-        if not isinstance(deterministic, bool):
-            raise ConfigError(f"deterministic must be True or False, got {deterministic!r}")
-        if cancel is not None and not isinstance(cancel, threading.Event):
-            raise ConfigError(f"cancel must be a threading.Event, got {type(cancel).__name__}")
-
-        def tick() -> None:
-            if self._closed:
-                raise Cancelled("the broker was closed while the request ran; nothing was published")
-            if cancel is not None and cancel.is_set():
-                raise Cancelled("the request was cancelled before its next forward; nothing was published")
-
-        session = Session(self.engine, self._store, canonical=deterministic, tick=tick)
-        try:
-            with session:
-                yield session
-        finally:
-            with self._lock:
-                self._counts["failures"] += session.num_failures
-
-    def _seal_generation(
-        self,
-        session: Session,
-        parent: Recipe | None,
-        extension: Extension,
-        prompted: TokenSequence,
-        content: tuple[int, ...],
-        decoded: list[int],
-        label: str,
-        prompt: str,
-        text: str,
-    ) -> KVHandle:
-        """Publish what was computed of a generated turn and name prompt, answer and end of turn by one handle."""
-        prompt_ids = prompted.token_ids
-        raw = extension.turns[-1].role == ""
-        role = "" if raw else "assistant"
-        turn = Turn(role, _whole(content, len(prompt_ids)), False)
-        turns = (*extension.turns, turn)
-        ids = prompt_ids + content
-        if not raw:
-            ids += self.engine.frame.end_of_turn(ids, turns)
-        kept = sum(1 for _ in _equal_front(content, decoded))
-        computed = min(session.position, len(prompt_ids) + kept)
-        sequence = self._store.sequence(ids, prompted.hashes)
-        session.seal(sequence, computed)
-        return self._register(
-            parent, sequence, len(ids) - computed, turns, "generate", label, f"{prompt} {text}", extension.num_shared
-        )
-
-    def _register(
-        self,
-        parent: Recipe | None,
-        sequence: TokenSequence,
-        num_pending: int,
-        turns: tuple[Turn, ...],
-        operator: Operator,
-        label: str,
-        text: str,
-        num_shared: int,
-    ) -> KVHandle:
-        """Keep the recipe and make the handle."""
-        ids = sequence.token_ids
-        name = prefix_id(self.namespace.digest, ids, len(ids), sequence.hashes)
-        # Behind a rewritten turn the parent's tokens are not a prefix any more: the recipe then stands alone.
-        whole = parent is None or num_shared < parent.stop or parent.kv_id == name
-        start = 0 if whole or parent is None else parent.stop
-        recipe = Recipe(
-            kv_id=name,
-            namespace=self.namespace.digest,
-            parent=None if whole or parent is None else parent.kv_id,
-            start=start,
-            token_ids=ids[start:],
-            num_pending=num_pending,
-            turns=turns,
-            operator=operator,
-        )
-        self._recipes.keep(recipe, sequence)
-        return KVHandle(
-            kv_id=name,
-            kv_namespace=self.namespace.digest,
-            kv_tokens=len(ids),
-            kv_label=label,
-            kv_preview=make_preview(text) if self._previews else "",
-        )
 
     def _known(self, handle: HandleLike) -> Recipe:
         """The recipe behind anything that claims to be a handle."""
@@ -942,6 +888,10 @@ class KVBroker:
         if self._closed:
             raise ConfigError("this broker is closed; open another one")
 
+    def _how(self, deterministic: bool, label: str, cancel: threading.Event | None = None, kv: bool = True) -> How:
+        how = How(deterministic, kv, label, cancel)
+        return how if self.kv else replace(how, kv=False)
+
     def _extend(
         self, parent: Recipe | None, role: str, text: str, *, what: str, raw: bool, generate: bool
     ) -> Extension:
@@ -951,51 +901,40 @@ class KVBroker:
         turns = parent.turns if parent else ()
         return self.engine.frame.extend(before, turns, role, text, what=what, raw=raw, generate=generate)
 
-    def _reuse(self, session: Session, parent: Recipe | None, num_shared: int) -> Reuse:
-        if not session.num_reused:
-            return "none"
-        if parent is None:
-            return "blocks"
-        return "handle" if num_shared >= parent.stop else "common-prefix"
-
-    def _usage(
-        self,
-        session: Session,
-        num_context: int,
-        num_decoded: int,
-        ttft: float,
-        started: float,
-        reuse: Reuse,
-        num_recomputed: int,
-    ) -> Usage:
-        total = time.perf_counter() - started
-        num_reused = min(session.num_reused, num_context)
-        with self._lock:
-            self._counts["reused"] += num_reused
-            self._counts["prefilled"] += num_context - num_reused
-            self._counts["decoded"] += num_decoded
-            self._counts["recomputed"] += num_recomputed
-        return Usage(num_context, num_reused, num_context - num_reused, num_decoded, ttft or total, total, reuse)
-
 
 async def _cancellable(
-    call: Callable[..., Result], text: str, cancel: threading.Event | None, **options: Any
+    call: Callable[..., Result], prompt: str | Sequence[int], cancel: threading.Event | None, **options: Any
 ) -> Result:
     """``call`` in a thread; cancelling the task sets the event that stops it before its next forward."""
     stop = threading.Event() if cancel is None else cancel
     try:
-        return await asyncio.to_thread(call, text, cancel=stop, **options)
+        return await asyncio.to_thread(call, prompt, cancel=stop, **options)
     except asyncio.CancelledError:
         stop.set()
         raise
 
 
+def _checked(sampling: Sampling | None) -> Sampling:
+    sampling = Sampling() if sampling is None else sampling
+    if not isinstance(sampling, Sampling):
+        raise ConfigError(f"sampling must be a Sampling, got {type(sampling).__name__}; write Sampling(max_tokens=...)")
+    return sampling
+
+
+def _drained(
+    stream: Generator[TokenDelta | Generation, None, None], on_token: Callable[[TokenDelta], None] | None
+) -> Generation:
+    """The generation that a stream ends with."""
+    if on_token is not None and not callable(on_token):
+        raise ConfigError(f"on_token must be callable, got {type(on_token).__name__}")
+    with closing(stream):  # also when ``on_token`` raises: leases end with the request, not with its traceback
+        for event in stream:
+            if isinstance(event, Generation):
+                return event
+            if on_token is not None:
+                on_token(event)
+    raise RuntimeError("a stream ended without its generation")
+
+
 def _whole(ids: Sequence[int], start: int = 0) -> Span:
     return Span(start, start + len(ids))
-
-
-def _equal_front(a: Sequence[int], b: Sequence[int]) -> Iterator[int]:
-    for x, y in zip(a, b, strict=False):
-        if x != y:
-            return
-        yield x

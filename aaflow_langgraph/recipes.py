@@ -15,6 +15,7 @@ from collections.abc import Callable
 from aaflow_langgraph.errors import CapacityError, PoolExhausted
 from aaflow_langgraph.hashing import prefix_id
 from aaflow_langgraph.model import BLOCK_TOKENS, Finding, Recipe
+from aaflow_langgraph.nearest import Nearest, PrefixTable
 from aaflow_langgraph.store import ExtentStore, TokenSequence
 
 RECIPE_LEASE_S = 24 * 3600.0
@@ -35,6 +36,7 @@ class RecipeBook:
         self._lock = threading.RLock()
         self._recipes: dict[str, Recipe] = {}
         self._sequences: OrderedDict[str, TokenSequence] = OrderedDict()
+        self._prefixes = PrefixTable()
         self._unsaved: dict[str, None] = {}
         self._sources: list[Callable[[str], Recipe | None]] = []
         self._shared: dict[str, tuple[Recipe, float]] = {}
@@ -43,6 +45,11 @@ class RecipeBook:
     def __len__(self) -> int:
         return len(self._recipes)
 
+    def known(self) -> tuple[Recipe, ...]:
+        """Every recipe of this process, in the order in which it was made or read."""
+        with self._lock:
+            return tuple(self._recipes.values())
+
     def keep(self, recipe: Recipe, sequence: TokenSequence) -> None:
         """Enter a recipe and share it with whoever reads the same index or disk."""
         with self._lock:
@@ -50,7 +57,7 @@ class RecipeBook:
             # The same tokens may be reached by several routes; chat structure is worth more than none.
             is_new = known is None or (not known.has_chat and recipe.has_chat)
             if is_new:
-                self._recipes[recipe.kv_id] = recipe
+                self._enter(recipe, sequence)
                 if self._store.disk is not None and self._store.wants is None:
                     self._unsaved[recipe.kv_id] = None
             self._remember(recipe.kv_id, sequence)
@@ -89,9 +96,22 @@ class RecipeBook:
                     )
                     return None
             for recipe in reversed(chain):
-                self._recipes[recipe.kv_id] = recipe
+                self._enter(recipe, sequence)
             self._remember(kv_id, sequence)
             return chain[0]
+
+    def nearest(self, sequence: TokenSequence) -> Nearest:
+        """The handle known here that shares the longest prefix with ``sequence``; of equals the one that computed more of it."""
+        with self._lock:
+            found = self._prefixes.candidates(sequence.token_ids, sequence.hashes)
+            return max(found, key=lambda one: (one.num_shared, self.num_computed(one)), default=Nearest(None, 0))
+
+    def num_computed(self, near: Nearest) -> int:
+        """How many of the shared tokens have been computed: a handle's last ones may be pending."""
+        if near.kv_id is None:
+            return 0
+        recipe = self._recipes[near.kv_id]
+        return min(near.num_shared, recipe.stop - recipe.num_pending)
 
     def add_source(self, find: Callable[[str], Recipe | None]) -> None:
         """One more place to ask for recipes that nobody else knows."""
@@ -192,6 +212,13 @@ class RecipeBook:
                 self._shared[at.kv_id] = at, time.monotonic()
                 self._store.index.put_recipe(at, RECIPE_LEASE_S + lately_s)
             at = self._recipes.get(at.parent) if at.parent else None
+
+    def _enter(self, recipe: Recipe, sequence: TokenSequence) -> None:
+        """Keep a recipe. ``sequence`` holds its tokens, and may go on behind them."""
+        if recipe.kv_id not in self._recipes:
+            ids, stop = sequence.token_ids, recipe.stop
+            self._prefixes.add(recipe.kv_id, ids if len(ids) == stop else ids[:stop], sequence.hashes, recipe.start)
+        self._recipes[recipe.kv_id] = recipe
 
     def _read(self, kv_id: str) -> Recipe | None:
         recipe = self._store.index.recipe(kv_id) if self._store.index.shared else None

@@ -37,17 +37,25 @@ class Session:
 
     Args:
         canonical: Read canonical blocks only and cut the past at the grid, so that bits depend on token ids alone.
+        publishes: Seal what was computed? Without, it is gone with the session.
         tick: Called before every forward; may raise to stop the request.
     """
 
     def __init__(
-        self, engine: Engine, store: ExtentStore, *, canonical: bool, tick: Callable[[], None] = lambda: None
+        self,
+        engine: Engine,
+        store: ExtentStore,
+        *,
+        canonical: bool,
+        publishes: bool = True,
+        tick: Callable[[], None] = lambda: None,
     ) -> None:
         self.num_reused = 0
         self.num_failures = 0
         self._engine = engine
         self._store = store
         self._canonical = canonical
+        self._publishes = publishes
         self.claim: Claim | None = None
         self._tick = tick
         self._held: list[_Held] = []
@@ -153,11 +161,14 @@ class Session:
         return self._guarded(lambda run: run.decode(token_id))
 
     def seal(self, sequence: TokenSequence, stop: int) -> bool:
-        """Publish what was computed up to ``stop``; False when the pool had no room (then it lives until ``close``).
+        """Publish what was computed up to ``stop``; False when the pool had no room (then it lives until ``close``), or when
+        this session publishes nothing.
 
         ``sequence`` names at least the tokens computed. Nothing new up to ``stop``: nothing happens.
         """
         tail = self._live_tail
+        if not self._publishes:
+            return False
         tail.length = min(tail.length, stop - tail.start)
         if tail.length <= self._num_copied:
             return True
