@@ -24,6 +24,7 @@ from aaflow_langgraph.graph.prompt import Address, Prompt, state_values
 from aaflow_langgraph.graph.source import TextSource, TextSourceLike, text_source
 from aaflow_langgraph.graph.stream import ModelCall, report_usage, task_path, usage_dict
 from aaflow_langgraph.handle import MAX_LABEL_CHARS, KVHandle, check_label
+from aaflow_langgraph.journal import origin
 from aaflow_langgraph.results import Usage
 
 if TYPE_CHECKING:
@@ -220,7 +221,7 @@ class KVNode(Runnable[Any, dict[str, Any]]):
 
     def invoke(self, input: Any, config: RunnableConfig | None = None, **kwargs: Any) -> dict[str, Any]:
         """Run the node on a state and return its update."""
-        return self._body(_Call(self._options, self.name, input, ensure_config(config), None))
+        return self._run(_Call(self._options, self.name, input, ensure_config(config), None))
 
     async def ainvoke(self, input: Any, config: RunnableConfig | None = None, **kwargs: Any) -> dict[str, Any]:
         """Run the node on a state and return its update.
@@ -230,7 +231,7 @@ class KVNode(Runnable[Any, dict[str, Any]]):
         loop = asyncio.get_running_loop()
         call = _Call(self._options, self.name, input, ensure_config(config), loop)
         await self._await_source(call)
-        body = loop.run_in_executor(None, copy_context().run, self._body, call)
+        body = loop.run_in_executor(None, copy_context().run, self._run, call)
         # Looked at even when this task is cancelled a second time while it waits for the body to end.
         body.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
@@ -240,6 +241,11 @@ class KVNode(Runnable[Any, dict[str, Any]]):
             # Nothing of this node runs on once its task is over.
             await asyncio.wait({body})
             raise
+
+    def _run(self, call: _Call) -> dict[str, Any]:
+        """The body, its requests entered in the broker's journal as this node's."""
+        with origin(node=call.node, thread=str((call.config.get("configurable") or {}).get("thread_id", ""))):
+            return self._body(call)
 
     @abstractmethod
     def _body(self, call: _Call) -> dict[str, Any]:
