@@ -22,7 +22,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --progress-bar off -c constraints.txt -e '.[demo,dev]'
+	$(BIN)/python -m pip install --quiet --progress-bar off -c constraints.txt -e '.[demo,dev,docs]'
 	@touch $@
 
 demo: $(STAMP) ## retrieval -> planning -> reasoning with KV handles, against text passing
