@@ -599,6 +599,16 @@ class KVBroker:
         self._check_open()
         return tuple(self._store.index.records())
 
+    @property
+    def owner(self) -> str:
+        """Name of this broker's pool in the index; places of extents have it."""
+        return self._pool.owner
+
+    @property
+    def is_closed(self) -> bool:
+        """Was it closed?"""
+        return self._closed
+
     def movements(self) -> tuple[Movement, ...]:
         """Extents that this process evicted, spilled, fetched or adopted lately, oldest first."""
         return self._store.movements.entries()

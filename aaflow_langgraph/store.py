@@ -32,6 +32,7 @@ from aaflow_langgraph.index.base import ExtentRecord, Index, Match, Place, Query
 from aaflow_langgraph.index.guarded import GuardedIndex
 from aaflow_langgraph.lease import Leases
 from aaflow_langgraph.model import BLOCK_TOKENS, BlockHash, Finding, KVLayout, Receipt
+from aaflow_langgraph.movements import Movements
 from aaflow_langgraph.pool.arena import Allocation
 from aaflow_langgraph.pool.base import Pool
 from aaflow_langgraph.pool.disk import DiskPool, StoredExtent
@@ -111,6 +112,7 @@ class ExtentStore:
         self.device = device
         self.dtype = DTYPES[layout.dtype]
         self.counts = StoreCounts()
+        self.movements = Movements()
         self.overflow_bytes = 0
         self.peak_overflow_bytes = 0
         self.leases = Leases(index, SHARED_LEASE_S if index.shared else LEASE_S)
@@ -354,6 +356,7 @@ class ExtentStore:
             self._forget(extent_id)
             self.pool.free(record.place.allocation)
             self.counts.evictions += 1
+            self.movements.note("evict", record)
             return record.place.allocation.num_bytes
 
     def spill(self, extent_id: int) -> bool:
@@ -385,6 +388,8 @@ class ExtentStore:
             if extent_id in self.mine:
                 self.mine[extent_id] = replace(self.mine[extent_id], on_disk=True)
             self.counts.spills += written
+        if written:
+            self.movements.note("spill", record)
         return True
 
     def persist(self, sequence: TokenSequence, borders: Sequence[int], stop: int) -> bool:
@@ -451,6 +456,7 @@ class ExtentStore:
                 if not self._place(replace(record, checksum=checksum(rows)), allocation):
                     continue
                 self.counts.adoptions += 1
+                self.movements.note("adopt", record)
             self.index.leave(peer.owner)
         finally:
             self.index.unclaim(claim, self.pool.owner)
@@ -712,6 +718,7 @@ class ExtentStore:
             if fetched is None:
                 raise Evicted(f"extent {record.extent_id} was fetched by another process at the same moment")
             self.counts.fetches += 1
+            self.movements.note("fetch", fetched)
             return fetched
 
     def _place(self, record: ExtentRecord, allocation: Allocation) -> ExtentRecord | None:

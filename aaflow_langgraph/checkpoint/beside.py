@@ -164,6 +164,11 @@ class Beside:
             raise ConfigError(f"{self.directory / MANIFEST} cannot be read: {error}") from error
         return Manifest(recipes, names, references)
 
+    def threads(self) -> list[tuple[str, int, float]]:
+        """(thread id, checkpoints with KV, when the last of them came) of every thread, the last one first."""
+        query = "SELECT thread_id, COUNT(DISTINCT checkpoint_ns || char(0) || checkpoint_id), MAX(created_s) FROM refs"
+        return self._asked(self._manifest, f"{query} GROUP BY thread_id ORDER BY MAX(created_s) DESC")
+
     def recipe(self, kv_id: str) -> Recipe | None:
         """A recipe; None when it is not there, or only a saver with its key can read it.
 

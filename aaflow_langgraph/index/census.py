@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from redis.exceptions import RedisError
 
-from aaflow_langgraph.errors import IntegrityError
+from aaflow_langgraph.errors import ConfigError, IntegrityError
 from aaflow_langgraph.index import _replies as replies
 from aaflow_langgraph.index import _wire as wire
 from aaflow_langgraph.index._server import explained, key_names
 from aaflow_langgraph.index._snapshot import findings
 from aaflow_langgraph.index.base import ExtentRecord
 from aaflow_langgraph.index.redis import RedisIndex
+from aaflow_langgraph.model import Recipe
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,28 @@ def take_census(index: RedisIndex, namespace: str) -> Census:
         num_old_recipes=num_old_recipes,
         findings=tuple(findings(snapshot)),
     )
+
+
+def shared_recipes(index: RedisIndex, namespace: str) -> list[Recipe]:
+    """Recipes that the server has. Looking does not make them live longer.
+
+    Raises:
+        IndexUnavailable: Way out: retry.
+        IntegrityError: The server answered with something else. Way out: fail.
+    """
+    key = key_names(namespace.ljust(64, "0"), ("recipes",))[0]
+    try:
+        lines = index.server.client.hgetall(key)
+    except RedisError as error:
+        raise explained(error) from error
+    found = []
+    for raw_id, line in lines.items():
+        kv_id = replies.text(raw_id).decode("ascii", "replace")
+        # Names and forms that are not ours are the sweep's and the readers' matter.
+        with suppress(IntegrityError, ConfigError):
+            wire.require_digest("a kv_id", kv_id)
+            found.append(wire.from_recipe(kv_id, replies.text(line).split(b" ", 2)[-1]))
+    return found
 
 
 def _table(part: object) -> dict[bytes, bytes]:

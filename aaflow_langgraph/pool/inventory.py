@@ -15,12 +15,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from aaflow_langgraph.errors import ConfigError, IntegrityError, KVMissing
-from aaflow_langgraph.model import KVLayout
+from aaflow_langgraph.errors import ConfigError, IntegrityError, KVMissing, RecipeMissing
+from aaflow_langgraph.model import KVLayout, Recipe
 from aaflow_langgraph.pool import _placed, _safetensors
 from aaflow_langgraph.pool._disk_root import MARKER, claim
 from aaflow_langgraph.pool._listing import FILE
-from aaflow_langgraph.pool._room import EXTENT
+from aaflow_langgraph.pool._recipe_file import MAX_BYTES, decode
+from aaflow_langgraph.pool._room import EXTENT, RECIPE
 from aaflow_langgraph.pool._safetensors import StoredExtent
 
 _NAMESPACE = re.compile(r"[0-9a-f]{64}")
@@ -112,6 +113,18 @@ class Inventory:
                 with contextlib.suppress(OSError, IntegrityError, KVMissing):
                     extent, layout = _described(folder, file, namespace, layout)
                     yield extent, size
+
+    def recipes(self, namespace: str) -> Iterator[Recipe]:
+        """Its recipes, as far as they can be read and are what their names say."""
+        for folder, file, size in self._files(namespace):
+            if not file.endswith(RECIPE) or size > MAX_BYTES:
+                continue
+            with contextlib.suppress(OSError, IntegrityError, RecipeMissing):
+                fd = os.open(file, _placed.FILE_FLAGS, dir_fd=folder)
+                with os.fdopen(fd, "rb") as opened:
+                    recipe = decode(opened.read(MAX_BYTES + 1))
+                if recipe.kv_id + RECIPE == file and recipe.namespace == namespace:
+                    yield recipe
 
     def leftovers(self) -> dict[str, int]:
         """Unfinished files whose writers are gone, with their sizes."""
