@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from aaflow_langgraph.broker import KVBroker as KVBroker
+    from aaflow_langgraph.chat.model import KVChatModel as KVChatModel
     from aaflow_langgraph.checkpoint.saver import KVCheckpointSaver as KVCheckpointSaver
+    from aaflow_langgraph.composite import KVComposite as KVComposite
     from aaflow_langgraph.engine.sampling import Sampling as Sampling
     from aaflow_langgraph.engine.transformers import TransformersEngine as TransformersEngine
     from aaflow_langgraph.errors import AAFlowError as AAFlowError
     from aaflow_langgraph.graph.channels import KVBranches as KVBranches
     from aaflow_langgraph.graph.channels import KVChannel as KVChannel
+    from aaflow_langgraph.graph.compose_channel import KVCompose as KVCompose
     from aaflow_langgraph.graph.nodes import generate_node as generate_node
     from aaflow_langgraph.graph.nodes import prefill_node as prefill_node
     from aaflow_langgraph.handle import KVHandle as KVHandle
@@ -30,7 +33,10 @@ _HOMES = {
     "KVBranches": "graph.channels",
     "KVBroker": "broker",
     "KVChannel": "graph.channels",
+    "KVChatModel": "chat.model",
     "KVCheckpointSaver": "checkpoint.saver",
+    "KVCompose": "graph.compose_channel",
+    "KVComposite": "composite",
     "KVHandle": "handle",
     "Sampling": "engine.sampling",
     "TransformersEngine": "engine.transformers",

@@ -1,5 +1,7 @@
 """Handles wherever state may hold them. Knows Python containers and LangGraph's carriers by their shape; knows no saver.
 
+A composite counts as its children: whoever reads it later needs their recipes and their KV.
+
 Looks into mappings (keys, too), lists, tuples (named ones, ``DeltaChannel`` snapshots), sets, deques, dataclasses
 (``Interrupt``, ``Command``, ``Overwrite``), pydantic models (LangChain's messages) and ``Send``. Does not look into other
 objects: no serialiser of LangGraph stores them, unless it pickles.
@@ -14,6 +16,7 @@ from typing import Any
 
 from langgraph.types import Send
 
+from aaflow_langgraph.composite import KVComposite, is_composite_shaped
 from aaflow_langgraph.errors import MalformedHandle
 from aaflow_langgraph.handle import KVHandle
 
@@ -22,7 +25,7 @@ _SHAPE = ("kv_id", "kv_namespace", "kv_tokens")
 
 
 def find_handles(value: Any) -> tuple[KVHandle, ...]:
-    """Every different handle in ``value``, in the order of their ids; dicts of a handle's shape count as the handle.
+    """Every different handle in ``value``, in the order of their ids; dicts of a handle's or a composite's shape count as such.
 
     Walks without recursion and meets each object once, so depth and cycles do not matter; time is linear in the size.
     """
@@ -37,21 +40,21 @@ def find_handles(value: Any) -> tuple[KVHandle, ...]:
             found[item] = None
             continue
         seen[id(item)] = item
-        if isinstance(item, Mapping) and (handle := _coerced(item)) is not None:
-            found[handle] = None
+        if isinstance(item, (KVComposite, Mapping)) and (handles := _coerced(item)):
+            found.update(dict.fromkeys(handles))
         else:
             todo.extend(part for part in _parts(item) if type(part) not in _LEAVES)
     return tuple(sorted(found, key=lambda handle: handle.kv_id))
 
 
-def _coerced(item: Mapping[Any, Any]) -> KVHandle | None:
-    """A plain dict of a handle's shape as the handle that it was."""
-    if not all(name in item for name in _SHAPE):
-        return None
+def _coerced(item: KVComposite | Mapping[Any, Any]) -> tuple[KVHandle, ...]:
+    """The handles that a composite joins, or the one that a plain dict was; none when it was neither."""
     try:
-        return KVHandle.coerce(item)
+        if isinstance(item, KVComposite) or is_composite_shaped(item):
+            return KVComposite.coerce(item).kv_children
+        return (KVHandle.coerce(item),) if all(name in item for name in _SHAPE) else ()
     except MalformedHandle:
-        return None
+        return ()
 
 
 def _parts(item: Any) -> Iterable[Any]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from aaflow_langgraph.graph.channels import KVBranches as KVBranches
     from aaflow_langgraph.graph.channels import KVChannel as KVChannel
+    from aaflow_langgraph.graph.compose_channel import KVCompose as KVCompose
     from aaflow_langgraph.graph.nodes import KVNode as KVNode
     from aaflow_langgraph.graph.nodes import generate_node as generate_node
     from aaflow_langgraph.graph.nodes import prefill_node as prefill_node
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "KVBranches": "channels",
     "KVChannel": "channels",
+    "KVCompose": "compose_channel",
     "KVNode": "nodes",
     "MSGPACK_ALLOWLIST": "serde",
     "RejectedWrite": "rejected",

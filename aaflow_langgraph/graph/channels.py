@@ -23,18 +23,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
 from langgraph.channels.base import BaseChannel
-from langgraph.channels.last_value import LastValue
-from langgraph.errors import EmptyChannelError, ErrorCode, InvalidUpdateError, create_error_message
-from langgraph.types import Overwrite
+from langgraph.errors import EmptyChannelError
 
 from aaflow_langgraph.errors import MalformedHandle
 from aaflow_langgraph.graph.rejected import reason_for, record
+from aaflow_langgraph.graph.writes import MISSING, conflict, unwrapped
 from aaflow_langgraph.handle import KVHandle
-
-# The sentinel of an empty checkpoint is private to LangGraph; an empty channel of its own hands it out.
-_MISSING: Any = LastValue(object).checkpoint()
-
-_OVERWRITE = "__overwrite__"
 
 
 class KVChannel(BaseChannel[KVHandle, KVHandle, KVHandle]):
@@ -49,7 +43,7 @@ class KVChannel(BaseChannel[KVHandle, KVHandle, KVHandle]):
 
     def __init__(self, typ: Any = KVHandle, key: str = "") -> None:
         super().__init__(typ, key)
-        self.value = _MISSING
+        self.value = MISSING
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, KVChannel)
@@ -76,9 +70,9 @@ class KVChannel(BaseChannel[KVHandle, KVHandle, KVHandle]):
     def from_checkpoint(self, checkpoint: Any) -> Self:
         """A channel holding a stored handle; a plain dict of its shape becomes a handle again."""
         channel = self.__class__(self.typ, self.key)
-        if checkpoint is not _MISSING and checkpoint is not None:
+        if checkpoint is not MISSING and checkpoint is not None:
             handle = _well_formed(checkpoint, self.key, kept=None)
-            channel.value = _MISSING if handle is None else handle
+            channel.value = MISSING if handle is None else handle
         return channel
 
     def get(self) -> KVHandle:
@@ -87,14 +81,14 @@ class KVChannel(BaseChannel[KVHandle, KVHandle, KVHandle]):
         Raises:
             EmptyChannelError: Nothing was written yet. LangGraph then leaves the key out of the state.
         """
-        if self.value is _MISSING:
+        if self.value is MISSING:
             raise EmptyChannelError
         handle: KVHandle = self.value
         return handle
 
     def is_available(self) -> bool:
         """Was a handle written?"""
-        return self.value is not _MISSING
+        return self.value is not MISSING
 
     def update(self, values: Sequence[Any]) -> bool:
         """Take the writes of one step, in any order. True when the handle changed.
@@ -107,7 +101,7 @@ class KVChannel(BaseChannel[KVHandle, KVHandle, KVHandle]):
         plain: list[KVHandle] = []
         forced: list[KVHandle | None] = []
         for value in values:
-            is_overwrite, written = _unwrapped(value)
+            is_overwrite, written = unwrapped(value)
             if is_overwrite and written is None:
                 forced.append(None)
             elif (handle := _well_formed(written, self.key, kept=current)) is not None:
@@ -118,7 +112,7 @@ class KVChannel(BaseChannel[KVHandle, KVHandle, KVHandle]):
             chosen = _only({handle for handle in plain if handle != current} or {current}, self.key)
         if chosen == current:
             return False
-        self.value = _MISSING if chosen is None else chosen
+        self.value = MISSING if chosen is None else chosen
         return True
 
 
@@ -163,7 +157,7 @@ class KVBranches(BaseChannel[dict[str, KVHandle], Mapping[str, Any], dict[str, K
     def from_checkpoint(self, checkpoint: Any) -> Self:
         """A channel holding stored branches; plain dicts of a handle's shape become handles again."""
         channel = self.__class__(self.typ, self.key)
-        if checkpoint is not _MISSING and checkpoint is not None:
+        if checkpoint is not MISSING and checkpoint is not None:
             channel.value = _sorted(channel._branches(checkpoint) or {})
         return channel
 
@@ -185,13 +179,13 @@ class KVBranches(BaseChannel[dict[str, KVHandle], Mapping[str, Any], dict[str, K
         plain: list[dict[str, KVHandle]] = []
         forced: list[dict[str, KVHandle]] = []
         for value in values:
-            is_overwrite, written = _unwrapped(value)
+            is_overwrite, written = unwrapped(value)
             if is_overwrite and written is None:
                 forced.append({})
             elif (branches := self._branches(written, replaces=is_overwrite)) is not None:
                 (forced if is_overwrite else plain).append(branches)
         if any(other != forced[0] for other in forced):
-            raise _conflict(self.key, [f"Overwrite of {len(branches)} branches" for branches in forced])
+            raise conflict(self.key, [f"Overwrite of {len(branches)} branches" for branches in forced])
         chosen = forced[0] if forced else {**self.value, **self._agreed(map(self._news, plain))}
         if chosen == self.value:
             return False
@@ -237,19 +231,6 @@ def _sorted(branches: Mapping[str, KVHandle]) -> dict[str, KVHandle]:
     return dict(sorted(branches.items()))
 
 
-def _unwrapped(value: Any) -> tuple[bool, Any]:
-    """Whether ``value`` is an ``Overwrite`` in one of its three forms, and what it carries."""
-    if isinstance(value, Overwrite):
-        return True, value.value
-    if isinstance(value, Mapping):
-        if len(value) == 1 and _OVERWRITE in value:
-            return True, value[_OVERWRITE]
-        # What orjson makes of the dataclass on its way through the LangGraph API server.
-        if value.get("type") == _OVERWRITE and "value" in value:
-            return True, value["value"]
-    return False, value
-
-
 def _only(handles: set[Any], key: str) -> Any:
     """The one member of ``handles``.
 
@@ -258,20 +239,7 @@ def _only(handles: set[Any], key: str) -> Any:
     """
     if len(handles) == 1:
         return next(iter(handles))
-    raise _conflict(key, sorted(map(_named, handles)))
-
-
-def _conflict(key: str, names: Sequence[str]) -> InvalidUpdateError:
-    return InvalidUpdateError(
-        create_error_message(
-            message=(
-                f"At key '{key}': {len(names)} different values in one step: {' and '.join(names)}. Give each node its "
-                "own key, keep them by branch name (Annotated[dict[str, KVHandle], KVBranches], one branch per node), "
-                "or let one node write Overwrite(handle)."
-            ),
-            error_code=ErrorCode.INVALID_CONCURRENT_GRAPH_UPDATE,
-        )
-    )
+    raise conflict(key, sorted(map(_named, handles)))
 
 
 def _named(handle: KVHandle | None) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from aaflow_langgraph.composite import COMPOSITE_FIELDS, COMPOSITE_REQUIRED, KVComposite, is_composite_shaped
 from aaflow_langgraph.errors import MalformedHandle
 from aaflow_langgraph.handle import KVHandle
 
@@ -32,7 +33,7 @@ class RejectedWrite:
     Attributes:
         key: State key as the channel knows it, with the branch behind a dot.
         reason: What is wrong with the value.
-        kept: First digits of the id of the handle that stayed, or ``""`` when there was none.
+        kept: First digits of the id of the handle or composite that stayed, or ``""`` when there was none.
         count: How often this key got this kind of value. An upper bound: LangGraph applies one write again for every
             conditional edge behind the node and for every ``get_state`` of an interrupted step.
     """
@@ -53,9 +54,10 @@ def rejected_writes() -> tuple[RejectedWrite, ...]:
         return tuple(_rejected.values())
 
 
-def record(key: str, reason: str, *, kept: KVHandle | None = None) -> None:
+def record(key: str, reason: str, *, kept: KVHandle | KVComposite | None = None) -> None:
     """Note a rejected write for ``rejected_writes`` and in the log."""
-    short_id = "" if kept is None else kept.kv_id[:12]
+    kept_id = "" if kept is None else kept.kv_composite_id if isinstance(kept, KVComposite) else kept.kv_id
+    short_id = kept_id[:12]
     with _lock:
         known = _rejected.pop((key, reason), None)
         count = 1 if known is None else known.count + 1
@@ -73,9 +75,12 @@ def reason_for(value: Any, *, expected: str = "a handle", error: MalformedHandle
         return _NONE
     if error is None or not isinstance(value, Mapping):
         return f"{expected} was expected, got {type(value).__name__}"
-    missing = [name for name in _REQUIRED_FIELDS if name not in value]
-    num_unknown = sum(name not in _HANDLE_FIELDS for name in value)
+    is_composite = is_composite_shaped(value)
+    required, known = (COMPOSITE_REQUIRED, COMPOSITE_FIELDS) if is_composite else (_REQUIRED_FIELDS, _HANDLE_FIELDS)
+    missing = [name for name in required if name not in value]
+    num_unknown = sum(name not in known for name in value)
     if missing or num_unknown:
-        return f"a dict that is no handle: missing {', '.join(missing) or 'nothing'}, {num_unknown} unknown fields"
+        kind = "composite" if is_composite else "handle"
+        return f"a dict that is no {kind}: missing {', '.join(missing) or 'nothing'}, {num_unknown} unknown fields"
     # "kv_tokens must be an int in [1, ...), got ...": what follows quotes the value.
     return str(error).partition(", got ")[0]

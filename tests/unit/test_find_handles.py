@@ -14,7 +14,7 @@ from langgraph.checkpoint.serde.types import _DeltaSnapshot
 from langgraph.types import Command, Interrupt, Overwrite, Send
 from pydantic import BaseModel, ConfigDict
 
-from aaflow_langgraph import KVHandle
+from aaflow_langgraph import KVComposite, KVHandle
 from aaflow_langgraph.checkpoint.find import find_handles
 
 
@@ -79,6 +79,8 @@ class Ring:
         {"__overwrite__": handle().to_dict()},
         _DeltaSnapshot([handle()]),
         ("task", [("channel", handle())]),
+        KVComposite.of([handle()]),
+        {"sources": KVComposite.of([handle()]).to_dict()},
         Ring(),
     ],
     ids=lambda value: type(value).__name__,
@@ -113,6 +115,14 @@ def test_nothing_else_is(value: Any) -> None:
 def test_what_has_nearly_a_handles_shape_is_looked_into() -> None:
     value = {"kv_id": handle(2), "kv_namespace": handle(3), "kv_tokens": handle(4)}
     assert find_handles(value) == (handle(2), handle(3), handle(4))
+
+
+def test_a_composite_counts_as_its_children_and_a_forged_one_as_nothing() -> None:
+    composite = KVComposite.of([handle(3), handle(1), handle(2)])
+    expected = (handle(1), handle(2), handle(3))
+    assert find_handles({"sources": composite, "again": handle(2)}) == expected
+    assert find_handles([composite.to_dict()]) == expected
+    assert find_handles({**composite.to_dict(), "kv_k": -1}) == ()
 
 
 def test_depth_does_not_matter() -> None:

@@ -17,10 +17,13 @@ from langgraph.checkpoint.serde import jsonplus
 from langgraph.checkpoint.serde.jsonplus import JsonPlusSerializer
 from langgraph.types import Send
 
+from aaflow_langgraph.composite import KVComposite
 from aaflow_langgraph.graph.channels import KVChannel
+from aaflow_langgraph.graph.compose_channel import KVCompose
 from aaflow_langgraph.graph.serde import MSGPACK_ALLOWLIST, handle_serializer
 from aaflow_langgraph.handle import KVHandle
 
+COMPOSITE = KVComposite.of({"one": KVHandle("a" * 64, "b" * 64, 1), "two": KVHandle("c" * 64, "b" * 64, 2)}, r=0.5)
 HANDLE = KVHandle("a" * 64, "b" * 64, 4096, False, "docs" * 16, "wörds … ümlauts" * 5)
 
 
@@ -57,6 +60,25 @@ def test_handles_come_back_as_handles(serializer: JsonPlusSerializer, shape: Any
     for handle in found:
         assert isinstance(handle, KVHandle)
         assert (handle.kv_label, handle.kv_preview) == (HANDLE.kv_label, HANDLE.kv_preview)
+
+
+@pytest.mark.parametrize(
+    "serializer",
+    [JsonPlusSerializer(), JsonPlusSerializer(allowed_msgpack_modules=MSGPACK_ALLOWLIST), handle_serializer()],
+    ids=["default", "allow-list", "helper"],
+)
+def test_composites_come_back_as_composites_with_their_labels(serializer: JsonPlusSerializer) -> None:
+    restored = serializer.loads_typed(serializer.dumps_typed({"sources": [COMPOSITE]}))["sources"][0]
+    assert isinstance(restored, KVComposite)
+    assert restored == COMPOSITE
+    assert restored.to_dict() == COMPOSITE.to_dict()
+
+
+def test_a_strict_serializer_gives_a_dict_that_the_compose_channel_turns_back() -> None:
+    strict = JsonPlusSerializer(allowed_msgpack_modules=None)
+    restored = strict.loads_typed(strict.dumps_typed(COMPOSITE))
+    assert isinstance(restored, dict)
+    assert KVCompose(KVHandle, "sources").from_checkpoint(restored).get() == COMPOSITE
 
 
 def test_a_serialised_handle_is_under_one_kilobyte_and_readable_as_json() -> None:
@@ -119,12 +141,15 @@ from langgraph.checkpoint.serde.jsonplus import JsonPlusSerializer
 from langgraph.checkpoint.sqlite import SqliteSaver
 from langgraph.graph import START, StateGraph
 from langgraph.types import Command, interrupt
+from aaflow_langgraph.composite import KVComposite
 from aaflow_langgraph.graph.channels import KVBranches, KVChannel
+from aaflow_langgraph.graph.compose_channel import KVCompose
 from aaflow_langgraph.graph.serde import MSGPACK_ALLOWLIST, handle_serializer
 from aaflow_langgraph.handle import KVHandle
 
 assert STRICT_MSGPACK_ENABLED
 handle = KVHandle("a" * 64, "b" * 64, 7)
+other = KVHandle("c" * 64, "b" * 64, 7)
 
 plain = JsonPlusSerializer()
 assert isinstance(plain.loads_typed(plain.dumps_typed(handle)), dict)
@@ -134,14 +159,15 @@ for serializer in (handle_serializer(), plain.with_msgpack_allowlist(MSGPACK_ALL
 class State(TypedDict):
     docs: Annotated[KVHandle, KVChannel]
     drafts: Annotated[dict[str, KVHandle], KVBranches]
+    sources: Annotated[KVHandle, KVCompose]
     seen: Annotated[list, operator.add]
 
 def write(state):
-    return {"docs": handle, "drafts": {"a": handle}}
+    return {"docs": handle, "drafts": {"a": handle}, "sources": {"x": handle, "y": other}}
 
 def read(state):
     interrupt("wait")
-    return {"seen": [type(state["docs"]).__name__, type(state["drafts"]["a"]).__name__]}
+    return {"seen": [type(state["docs"]).__name__, type(state["drafts"]["a"]).__name__, type(state["sources"]).__name__]}
 
 builder = StateGraph(State)
 builder.add_node(write)
@@ -157,7 +183,8 @@ for name in ("compiled", "bare"):
     graph.invoke({"seen": []}, config)
     assert isinstance(graph.get_state(config).values["docs"], KVHandle)
     result = graph.invoke(Command(resume="go"), config)
-    assert result["seen"] == ["KVHandle", "KVHandle"], result
+    assert result["seen"] == ["KVHandle", "KVHandle", "KVComposite"], result
+    assert result["sources"] == KVComposite.of([handle, other]), result
     assert result["docs"] == handle and result["drafts"] == {"a": handle}
 print("strict ok")
 """
