@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from aaflow_langgraph.graph.channels import KVBranches as KVBranches
     from aaflow_langgraph.graph.channels import KVChannel as KVChannel
     from aaflow_langgraph.graph.compose_channel import KVCompose as KVCompose
-    from aaflow_langgraph.graph.nodes import KVNode as KVNode
+    from aaflow_langgraph.graph.node import KVNode as KVNode
     from aaflow_langgraph.graph.nodes import generate_node as generate_node
     from aaflow_langgraph.graph.nodes import prefill_node as prefill_node
     from aaflow_langgraph.graph.rejected import RejectedWrite as RejectedWrite
@@ -24,7 +24,7 @@ _HOMES = {
     "KVBranches": "channels",
     "KVChannel": "channels",
     "KVCompose": "compose_channel",
-    "KVNode": "nodes",
+    "KVNode": "node",
     "MSGPACK_ALLOWLIST": "serde",
     "RejectedWrite": "rejected",
     "generate_node": "nodes",
