@@ -9,15 +9,20 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
+    BloomConfig,
+    CohereConfig,
     Gemma3TextConfig,
+    GlmConfig,
     GPT2Config,
     LlamaConfig,
     MistralConfig,
+    OPTConfig,
     PhiConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
+    SmolLM3Config,
 )
 
 CHATML = (
@@ -77,6 +82,20 @@ def config(kind: str, **changes: Any) -> Any:
         )
     if kind == "phi":
         return PhiConfig(**{**shared, "partial_rotary_factor": 0.5})
+    if kind == "cohere":  # pairs of neighbouring dims
+        return CohereConfig(**shared)
+    if kind == "glm":  # the same, on half of the dims
+        return GlmConfig(**{"head_dim": 16, **shared})
+    if kind == "smollm3":  # the middle layer has no positions
+        return SmolLM3Config(**{"no_rope_layers": [1, 0, 1], **shared})
+    if kind == "bloom":
+        names = ("vocab_size", "hidden_size", "bos_token_id", "eos_token_id", "pad_token_id")
+        return BloomConfig(n_layer=3, n_head=4, **{name: shared[name] for name in names})
+    if kind == "opt":
+        kept = {
+            name: value for name, value in shared.items() if name not in ("intermediate_size", "num_key_value_heads")
+        }
+        return OPTConfig(ffn_dim=128, word_embed_proj_dim=64, **kept)
     if kind == "gpt2":
         return GPT2Config(
             vocab_size=VOCAB,

@@ -63,6 +63,13 @@ def layer_plan(model: PreTrainedModel) -> list[bool]:
     return [type(layer) is DynamicSlidingWindowLayer for layer in layers]
 
 
+def layer_windows(model: PreTrainedModel) -> list[int | None]:
+    """For every layer of a model that ``layer_plan`` takes: how many tokens it attends to, None for all."""
+    config = model.config.get_text_config(decoder=True)
+    layers = list(DynamicCache(config=config).layers) or [DynamicLayer() for _ in range(config.num_hidden_layers)]
+    return [int(layer.sliding_window) if isinstance(layer, DynamicSlidingWindowLayer) else None for layer in layers]
+
+
 def refuse_foreign_cache(value: Any) -> None:
     """Refuse a transformers cache object where a handle is expected, by name.
 

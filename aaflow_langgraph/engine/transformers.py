@@ -30,6 +30,7 @@ from aaflow_langgraph.engine.attention import FastPathRefused, Past
 from aaflow_langgraph.engine.base import Piece, Tail, chunk_spans
 from aaflow_langgraph.engine.batch import MOST_ROWS, Batcher, Step
 from aaflow_langgraph.engine.fingerprint import make_namespace, read_cached, write_cached
+from aaflow_langgraph.engine.rotary import Rotation
 from aaflow_langgraph.engine.turns import ChatFrame
 from aaflow_langgraph.errors import ConfigError, ContextTooLong, UnsupportedModel
 from aaflow_langgraph.handle import is_unicode
@@ -73,6 +74,8 @@ class TransformersEngine:
         self.model = model.eval()
         self.tokenizer = tokenizer
         self.frame = ChatFrame(tokenizer)
+        self.folder = folder
+        self.rotation: Rotation | str | None = None  # of rotary.rotation_of: a str says why there is none
         self.device = model.device
         self.lock = threading.Lock()
         self.batcher = Batcher(self._forward_steps, self.lock)
