@@ -26,6 +26,9 @@ from aaflow_langgraph.model import Span, Turn
 JOINT = "\n\n"
 """Stands between an open turn and the text that continues it."""
 
+_SHORT = 4096
+"""Pieces of at most so many characters are likely to be frames: their ids are kept ready."""
+
 
 @dataclass(frozen=True, slots=True)
 class Extension:
@@ -77,6 +80,16 @@ class ChatFrame:
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of token ids, special tokens left out."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Token ids of a piece of rendered text, special tokens by their text, as it reads behind other text."""
+        return self._encode_frame(text) if len(text) <= _SHORT else self._encode(text)
+
+    def spell(self, token_ids: Sequence[int]) -> str:
+        """Text of token ids, special tokens and all."""
+        return str(
+            self._tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        )
 
     def extend(
         self,
@@ -250,8 +263,8 @@ def check_text(text: object, what: str) -> str:
     return text
 
 
-def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """Length of the longest common prefix."""
+def common_prefix(a: Sequence[object], b: Sequence[object]) -> int:
+    """Length of the longest common prefix of two texts or lists of token ids."""
     size = min(len(a), len(b))
     if a[:size] == b[:size]:
         return size

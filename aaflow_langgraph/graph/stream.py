@@ -97,7 +97,7 @@ class ModelCall:
     def end(self, generation: Generation) -> None:
         """Stream the last chunk and the usage, and close the run."""
         kv = usage_dict(generation.usage)
-        usage = _usage_metadata(generation.usage)
+        usage = usage_metadata(generation.usage)
         metadata: dict[str, Any] = {
             "model_name": self._model,
             "finish_reason": generation.finish_reason,
@@ -158,6 +158,16 @@ def usage_dict(usage: Usage) -> dict[str, Any]:
     }
 
 
+def usage_metadata(usage: Usage) -> UsageMetadata:
+    """Usage in langchain-core's own terms: what was reused is ``cache_read``."""
+    return UsageMetadata(
+        input_tokens=usage.num_context,
+        output_tokens=usage.num_decoded,
+        total_tokens=usage.num_context + usage.num_decoded,
+        input_token_details=InputTokenDetails(cache_read=usage.num_reused, cache_creation=usage.num_prefilled),
+    )
+
+
 def stream_writer() -> StreamWriter:
     """The writer of the running graph's custom stream; one that drops everything outside a graph."""
     try:
@@ -202,12 +212,3 @@ def _parameters(sampling: Sampling) -> dict[str, Any]:
         "seed": sampling.seed,
         "stop": list(sampling.stop),
     }
-
-
-def _usage_metadata(usage: Usage) -> UsageMetadata:
-    return UsageMetadata(
-        input_tokens=usage.num_context,
-        output_tokens=usage.num_decoded,
-        total_tokens=usage.num_context + usage.num_decoded,
-        input_token_details=InputTokenDetails(cache_read=usage.num_reused, cache_creation=usage.num_prefilled),
-    )
