@@ -266,6 +266,11 @@ def is_composite_shaped(value: Any) -> bool:
     return isinstance(value, Mapping) and "kv_child_ids" in value
 
 
+def joint_digest(namespace: str, composite_id: str) -> str:
+    """Names a compose inside of block hashes: what was composed in two ways has two names."""
+    return digest("joint", namespace, composite_id)
+
+
 def in_order(
     children: Iterable[KVHandle | Mapping[str, Any]] | Mapping[str, KVHandle | Mapping[str, Any]],
     order: Sequence[str] = (),

@@ -15,7 +15,7 @@ LAYOUT_VERSION = 1
 
 BlockHash = NewType("BlockHash", str)
 Tier = Literal["device", "host", "disk"]
-Operator = Literal["materialize", "append", "generate"]
+Operator = Literal["materialize", "append", "generate", "compose"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +87,41 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
+class Copied:
+    """KV of a child's positions ``[start, stop)`` that was moved to ``at`` in what it was composed to."""
+
+    kv_id: str
+    start: int
+    stop: int
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class Composition:
+    """How the tokens that a recipe adds were joined.
+
+    Attributes:
+        composite_id: Identity of the request: the children in order, and the policy.
+        children: Ids of all children, in order; the first is the recipe's parent, or the whole of it is copied.
+        labels: Their labels.
+        copied: Where the added tokens' KV comes from; what lies between are tokens of the chat frame, computed.
+        rung: What was done with them: ``"legolink"``, ``"blend"``, or an exact rung.
+        k: See ``ComposePolicy``; as it was done.
+        r: Likewise.
+        report: ``ComposeReport`` as JSON, of the first time.
+    """
+
+    composite_id: str
+    children: tuple[str, ...]
+    labels: tuple[str, ...]
+    copied: tuple[Copied, ...]
+    rung: str
+    k: int
+    r: float
+    report: str = field(default="", compare=False)
+
+
+@dataclass(frozen=True, slots=True)
 class Recipe:
     """Enough to rebuild the KV of a handle: the parent's recipe and the token ids added to it.
 
@@ -102,6 +137,7 @@ class Recipe:
             template's end-of-turn ids): they are prefilled with the next append.
         turns: Every chat turn up to here, the parent's included.
         operator: Which operator made it.
+        composition: How the added tokens were joined, when a compose made it.
     """
 
     kv_id: str
@@ -112,6 +148,7 @@ class Recipe:
     num_pending: int
     turns: tuple[Turn, ...]
     operator: Operator
+    composition: Composition | None = None
 
     @property
     def stop(self) -> int:

@@ -12,8 +12,9 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 
+from aaflow_langgraph.composite import APPROXIMATE_RUNGS, joint_digest
 from aaflow_langgraph.errors import CapacityError, PoolExhausted
-from aaflow_langgraph.hashing import prefix_id
+from aaflow_langgraph.hashing import Joint
 from aaflow_langgraph.model import BLOCK_TOKENS, Finding, Recipe
 from aaflow_langgraph.nearest import Nearest, PrefixTable
 from aaflow_langgraph.store import ExtentStore, TokenSequence
@@ -87,9 +88,10 @@ class RecipeBook:
             if len(base.token_ids) != chain[-1].start:
                 return None
             ids = base.token_ids + tuple(token for recipe in reversed(chain) for token in recipe.token_ids)
-            sequence = self._store.sequence(ids, base.hashes)
+            joints = base.joints + tuple(joint for recipe in reversed(chain) for joint in self._joints(recipe))
+            sequence = self._store.sequence(ids, base.hashes, joints)
             for recipe in reversed(chain):
-                named = prefix_id(self._namespace, ids, recipe.stop, sequence.hashes)
+                named = self._store.name(sequence, recipe.stop)
                 if named != recipe.kv_id:
                     _log.warning(
                         "a recipe from outside names %s but rebuilds %s: ignored", recipe.kv_id[:12], named[:12]
@@ -123,19 +125,43 @@ class RecipeBook:
             self._sources.remove(find)
 
     def lineage(self, recipe: Recipe) -> tuple[Recipe, ...]:
-        """What a recipe stands on, root first, itself last."""
-        found: list[Recipe] = []
-        at: Recipe | None = recipe
-        while at is not None:
-            found.append(at)
-            at = self.find(at.parent) if at.parent else None
-        return tuple(reversed(found))
+        """What a recipe stands on, root first, itself last. What was composed stands on all that it was composed of."""
+        found: dict[str, Recipe] = {}
+
+        def visit(at: Recipe) -> None:
+            line: list[Recipe] = []
+            up: Recipe | None = at
+            while up is not None and up.kv_id not in found:
+                line.append(up)
+                up = self.find(up.parent) if up.parent else None
+            for one in reversed(line):
+                for kv_id in one.composition.children if one.composition else ():
+                    child = self.find(kv_id)
+                    if child is not None:
+                        visit(child)
+                found[one.kv_id] = one
+
+        visit(recipe)
+        return tuple(found.values())
+
+    def parents(self, recipe: Recipe) -> tuple[Recipe, ...]:
+        """The recipes whose tokens begin a recipe's, root first, itself last."""
+        line = [recipe]
+        while line[-1].parent is not None:
+            line.append(self._recipes[line[-1].parent])
+        return tuple(reversed(line))
+
+    def is_exact(self, recipe: Recipe) -> bool:
+        """Did no approximate compose take part?"""
+        return all(
+            one.composition is None or one.composition.rung not in APPROXIMATE_RUNGS for one in self.parents(recipe)
+        )
 
     def names_of(self, recipe: Recipe) -> tuple[str, ...]:
         """Names of the blocks and borders that a known recipe adds to its parent: by these its extents are found."""
         sequence = self.sequence(recipe.kv_id)
         inside = sorted({stop for stop in self._own_borders(recipe) if stop % BLOCK_TOKENS})
-        ends = (prefix_id(self._namespace, sequence.token_ids, stop, sequence.hashes) for stop in inside)
+        ends = (self._store.name(sequence, stop) for stop in inside)
         return (*sequence.hashes[recipe.start // BLOCK_TOKENS : recipe.stop // BLOCK_TOKENS], *ends)
 
     def sequence(self, kv_id: str) -> TokenSequence:
@@ -192,12 +218,18 @@ class RecipeBook:
         found = []
         for recipe in list(self._recipes.values()):
             sequence = self.sequence(recipe.kv_id)
-            named = prefix_id(self._namespace, sequence.token_ids, len(sequence.token_ids), sequence.hashes)
+            named = self._store.name(sequence, len(sequence.token_ids))
             if named != recipe.kv_id:
                 found.append(Finding("I5", f"recipe {recipe.kv_id[:12]} rebuilds {named[:12]}"))
             if recipe.namespace != self._namespace:
                 found.append(Finding("I6", f"recipe {recipe.kv_id[:12]} belongs to namespace {recipe.namespace[:12]}"))
         return found
+
+    def _joints(self, recipe: Recipe) -> tuple[Joint, ...]:
+        """Where a recipe's own tokens begin to be composed."""
+        if recipe.composition is None:
+            return ()
+        return (Joint(recipe.start, joint_digest(self._namespace, recipe.composition.composite_id)),)
 
     def _share(self, recipe: Recipe) -> None:
         """Tell a shared index of a recipe and of those it stands on: none of them may end before it does.
@@ -205,17 +237,16 @@ class RecipeBook:
         What it was told lately it is not told again, so the lease is longer than promised by what "lately" means.
         """
         lately_s = RECIPE_LEASE_S / 8
-        at: Recipe | None = recipe
-        while at is not None:
+        for at in reversed(self.lineage(recipe)):
             told, told_s = self._shared.get(at.kv_id, (None, 0.0))
             if told is not at or time.monotonic() - told_s > lately_s:
                 self._shared[at.kv_id] = at, time.monotonic()
                 self._store.index.put_recipe(at, RECIPE_LEASE_S + lately_s)
-            at = self._recipes.get(at.parent) if at.parent else None
 
     def _enter(self, recipe: Recipe, sequence: TokenSequence) -> None:
         """Keep a recipe. ``sequence`` holds its tokens, and may go on behind them."""
-        if recipe.kv_id not in self._recipes:
+        is_computed = all(recipe.stop <= joint.start for joint in sequence.joints)
+        if recipe.kv_id not in self._recipes and is_computed:
             ids, stop = sequence.token_ids, recipe.stop
             self._prefixes.add(recipe.kv_id, ids if len(ids) == stop else ids[:stop], sequence.hashes, recipe.start)
         self._recipes[recipe.kv_id] = recipe
@@ -233,13 +264,9 @@ class RecipeBook:
         if kept is not None:
             self._sequences.move_to_end(kv_id)
             return kept
-        parts: list[tuple[int, ...]] = []
-        at: str | None = kv_id
-        while at is not None:
-            recipe = self._recipes[at]
-            parts.append(recipe.token_ids)
-            at = recipe.parent
-        sequence = self._store.sequence(tuple(token for part in reversed(parts) for token in part))
+        line = self.parents(self._recipes[kv_id])
+        ids = tuple(token for recipe in line for token in recipe.token_ids)
+        sequence = self._store.sequence(ids, joints=tuple(joint for recipe in line for joint in self._joints(recipe)))
         self._remember(kv_id, sequence)
         return sequence
 

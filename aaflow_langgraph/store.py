@@ -27,7 +27,7 @@ from aaflow_langgraph.errors import (
     LeaseExpired,
 )
 from aaflow_langgraph.evict.base import Policy
-from aaflow_langgraph.hashing import block_hashes, extent_name, prefix_id
+from aaflow_langgraph.hashing import Joint, block_hashes, extent_name, prefix_id
 from aaflow_langgraph.index.base import ExtentRecord, Index, Match, Place, Query, cover
 from aaflow_langgraph.index.guarded import GuardedIndex
 from aaflow_langgraph.lease import Leases
@@ -58,10 +58,11 @@ _log = logging.getLogger("aaflow_langgraph")
 
 @dataclass(frozen=True, slots=True)
 class TokenSequence:
-    """Token ids with their block hashes: what a store is asked about."""
+    """Token ids with their block hashes and joints: what a store is asked about."""
 
     token_ids: tuple[int, ...]
     hashes: tuple[BlockHash, ...]
+    joints: tuple[Joint, ...] = ()
 
 
 @dataclass(slots=True)
@@ -140,9 +141,15 @@ class ExtentStore:
 
     # ---------------------------------------------------------------- lookup
 
-    def sequence(self, token_ids: tuple[int, ...], known: Sequence[BlockHash] = ()) -> TokenSequence:
+    def sequence(
+        self, token_ids: tuple[int, ...], known: Sequence[BlockHash] = (), joints: tuple[Joint, ...] = ()
+    ) -> TokenSequence:
         """Hash a sequence, continuing from the hashes of its first blocks when they are known."""
-        return TokenSequence(token_ids, block_hashes(self.namespace, token_ids, known))
+        return TokenSequence(token_ids, block_hashes(self.namespace, token_ids, known, joints), joints)
+
+    def name(self, sequence: TokenSequence, stop: int) -> str:
+        """``kv_id`` of the first ``stop`` tokens of a sequence."""
+        return prefix_id(self.namespace, sequence.token_ids, stop, sequence.hashes, sequence.joints)
 
     def match(
         self, sequence: TokenSequence, limit: int, *, canonical: bool = False, borders: Sequence[int] = ()
@@ -200,7 +207,7 @@ class ExtentStore:
         """What to ask the index about a sequence."""
         ids, hashes = sequence.token_ids, sequence.hashes
         inside = sorted({stop for stop in (*borders, len(ids)) if stop % BLOCK_TOKENS and 0 < stop <= len(ids)})
-        tails = () if canonical else tuple((stop, prefix_id(self.namespace, ids, stop, hashes)) for stop in inside)
+        tails = () if canonical else tuple((stop, self.name(sequence, stop)) for stop in inside)
         return Query(ids, hashes, tails, canonical)
 
     # ---------------------------------------------------------------- bytes
@@ -277,7 +284,7 @@ class ExtentStore:
             start=start,
             stop=stop,
             token_ids=sequence.token_ids[start:stop],
-            end_id=prefix_id(self.namespace, sequence.token_ids, stop, sequence.hashes),
+            end_id=self.name(sequence, stop),
             hashes=sequence.hashes[start // BLOCK_TOKENS : stop // BLOCK_TOKENS],
             canonical_stop=canonical_stop,
             parent=parent,

@@ -15,6 +15,7 @@ from array import array
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from aaflow_langgraph.composition import composition_fields, composition_from
 from aaflow_langgraph.errors import ConfigError, IntegrityError
 from aaflow_langgraph.hashing import token_bytes
 from aaflow_langgraph.index.base import ExtentRecord, Place
@@ -186,8 +187,12 @@ def placed(record: ExtentRecord, state: State) -> ExtentRecord:
 def to_recipe(recipe: Recipe) -> str:
     """A recipe as JSON. It holds token ids and positions, no text (S14)."""
     turns = [[turn.role, turn.content.start, turn.content.stop, turn.open] for turn in recipe.turns]
+    made = () if recipe.composition is None else (composition_fields(recipe.composition),)
     return json.dumps(
-        [recipe.namespace, recipe.parent, recipe.start, recipe.token_ids, recipe.num_pending, turns, recipe.operator],
+        [
+            *(recipe.namespace, recipe.parent, recipe.start, recipe.token_ids, recipe.num_pending, turns),
+            *(recipe.operator, *made),
+        ],
         separators=(",", ":"),
     )
 
@@ -199,7 +204,7 @@ def from_recipe(kv_id: str, raw: object) -> Recipe:
         IntegrityError: It is malformed or its numbers contradict each other (S3).
     """
     try:
-        namespace, parent, start, token_ids, num_pending, turns, operator = json.loads(bytes(raw))  # type: ignore[call-overload]
+        namespace, parent, start, token_ids, num_pending, turns, operator, *composed = json.loads(bytes(raw))  # type: ignore[call-overload]
         stop = _count(start) + len(token_ids)
         whole = (
             _DIGEST.fullmatch(namespace)
@@ -208,11 +213,13 @@ def from_recipe(kv_id: str, raw: object) -> Recipe:
             and all(0 <= _count(token) < 1 << 32 for token in token_ids)
             and _count(num_pending) <= len(token_ids)
             and operator in _OPERATORS
+            and len(composed) == (operator == "compose")
         )
         made = tuple(Turn(_short(role), Span(_count(a), _count(b)), _flag(open_)) for role, a, b, open_ in turns)
         if whole and stop <= _MAX_POSITION and all(turn.content.stop <= stop for turn in made):
-            return Recipe(kv_id, namespace, parent, start, tuple(token_ids), num_pending, made, operator)
-    except (ValueError, TypeError, RecursionError) as error:
+            composition = composition_from(composed[0], start, stop) if composed else None
+            return Recipe(kv_id, namespace, parent, start, tuple(token_ids), num_pending, made, operator, composition)
+    except (ValueError, TypeError, RecursionError, IntegrityError) as error:
         raise IntegrityError(f"the recipe of {kv_id[:12]} in the index is malformed") from error
     raise IntegrityError(f"the recipe of {kv_id[:12]} in the index contradicts itself")
 

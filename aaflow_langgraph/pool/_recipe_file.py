@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from typing import Any, get_args
 
+from aaflow_langgraph.composition import composition_fields, composition_from, read_composition
 from aaflow_langgraph.errors import ConfigError, IntegrityError, RecipeMissing
 from aaflow_langgraph.hashing import digest, token_bytes
 from aaflow_langgraph.model import Operator, Recipe, Span, Turn
 from aaflow_langgraph.pool._safetensors import DIGEST
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""2 for a recipe that was composed; one that was not is written as 1, which earlier versions read."""
+
 MAX_BYTES = 64 << 20
 """Checked before a file is parsed: a few million token ids and turns."""
 
@@ -53,6 +56,7 @@ def decode(text: bytes) -> Recipe:
             num_pending=stored["num_pending"],
             turns=tuple(Turn(role, Span(start, stop), is_open) for role, start, stop, is_open in stored["turns"]),
             operator=stored["operator"],
+            composition=read_composition(stored["composition"]) if "composition" in stored else None,
         )
         _require_types(recipe)
         if _encode(recipe) != text:
@@ -63,8 +67,9 @@ def decode(text: bytes) -> Recipe:
 
 
 def _encode(recipe: Recipe) -> bytes:
+    made = recipe.composition
     fields: dict[str, Any] = {
-        "version": FORMAT_VERSION,
+        "version": 1 if made is None else 2,
         "kv_id": recipe.kv_id,
         "namespace": recipe.namespace,
         "parent": recipe.parent,
@@ -73,6 +78,8 @@ def _encode(recipe: Recipe) -> bytes:
         "operator": recipe.operator,
         "turns": [[turn.role, turn.content.start, turn.content.stop, turn.open] for turn in recipe.turns],
     }
+    if made is not None:
+        fields["composition"] = composition_fields(made)
     seal = digest("recipe", json.dumps(fields), token_bytes(recipe.token_ids))
     return json.dumps({**fields, "token_ids": list(recipe.token_ids), "seal": seal}, separators=(",", ":")).encode()
 
@@ -90,5 +97,9 @@ def _require_types(recipe: Recipe) -> None:
         )
     if not all(isinstance(turn.role, str) and type(turn.open) is bool for turn in recipe.turns):
         raise IntegrityError("a turn is a role, two positions, and whether it is open")
+    if recipe.composition is not None:
+        composition_from(composition_fields(recipe.composition), recipe.start, recipe.stop)
+    if (recipe.composition is None) != (recipe.operator != "compose"):
+        raise IntegrityError("a compose says what was composed, and nothing else does")
     if recipe.operator not in get_args(Operator):
         raise IntegrityError(f"operator {recipe.operator!r:.50} is none of {', '.join(get_args(Operator))}")

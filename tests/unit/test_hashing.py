@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aaflow_langgraph.hashing import block_hashes, digest, kv_id, prefix_id, token_bytes
+from aaflow_langgraph.hashing import block_hashes, digest, prefix_id, token_bytes
 from aaflow_langgraph.model import BLOCK_TOKENS
 
 N, M = "a" * 64, "b" * 64
@@ -83,7 +83,7 @@ def test_hashing_goes_on_from_known_hashes() -> None:
 
 def test_namespaces_never_meet() -> None:
     assert not set(block_hashes(N, IDS)) & set(block_hashes(M, IDS))
-    assert kv_id(N, (), [1, 2]) != kv_id(M, (), [1, 2])
+    assert prefix_id(N, [1, 2], 2, ()) != prefix_id(M, [1, 2], 2, ())
 
 
 @pytest.mark.parametrize("stop", [1, 255, 256, 257, 512, 700, len(IDS)])
@@ -95,9 +95,9 @@ def test_a_prefix_is_named_as_if_it_stood_alone(stop: int) -> None:
 def test_an_id_is_never_a_block_hash() -> None:
     """Both may name the same 256 tokens; one digest must not answer for the other."""
     hashes = block_hashes(N, IDS[:BLOCK_TOKENS])
-    assert kv_id(N, hashes, ()) not in hashes
+    assert prefix_id(N, IDS, BLOCK_TOKENS, hashes) not in hashes
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=6), st.lists(st.integers(0, 3), min_size=1, max_size=6))
 def test_equal_ids_mean_equal_tokens(a: list[int], b: list[int]) -> None:
-    assert (kv_id(N, (), a) == kv_id(N, (), b)) == (a == b)
+    assert (prefix_id(N, a, len(a), ()) == prefix_id(N, b, len(b), ())) == (a == b)

@@ -18,7 +18,19 @@ ROOT = Path(__file__).parents[2] / PACKAGE
 ROWS: tuple[frozenset[str], ...] = (
     frozenset({"errors", "_cache_dir"}),
     frozenset(
-        {"model", "handle", "composite", "hashing", "results", "tensors", "assets", "project", "_wheel", "_gguf"}
+        {
+            "model",
+            "handle",
+            "composite",
+            "composition",
+            "hashing",
+            "results",
+            "tensors",
+            "assets",
+            "project",
+            "_wheel",
+            "_gguf",
+        }
     ),
     frozenset({"index", "pool", "engine", "evict"}),
     frozenset(
@@ -38,6 +50,9 @@ NEIGHBOURS = frozenset(
         ("hashing", "model"),
         ("hashing", "handle"),
         ("composite", "handle"),
+        ("composition", "composite"),
+        ("composition", "handle"),
+        ("composition", "model"),
         ("composite", "hashing"),
         ("results", "handle"),
         ("assets", "_wheel"),
