@@ -8,6 +8,9 @@ STAMP  := $(VENV)/.installed
 export OMP_WAIT_POLICY := PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
+# Many tests wait for other processes. One file is one process's: its servers and models are started once.
+PARALLEL ?= -n 3 --dist loadfile --no-loadscope-reorder
+
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test oldest check bench docs clean
 
@@ -28,13 +31,13 @@ $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 demo: $(STAMP) ## retrieval -> planning -> reasoning with KV handles, against text passing
 	$(BIN)/python examples/retrieval_planning_reasoning.py $(ARGS)
 
-test: $(STAMP) ## every test, the slow ones too
-	$(BIN)/python -m pytest $(ARGS)
+test: $(STAMP) ## every test, the slow ones too, in three processes; PARALLEL= for one
+	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
 oldest: $(STAMP) ## the engine's tests on the oldest supported transformers
 	$(BIN)/python -m pip install --quiet --progress-bar off --no-deps --upgrade --target $(VENV)/oldest -r constraints-oldest.txt
-	PYTHONPATH=$(VENV)/oldest $(BIN)/python -m pytest -q tests/integration/test_cold_warm.py tests/integration/test_broker.py tests/integration/test_models.py \
-	  tests/unit/test_turns.py $(ARGS)
+	PYTHONPATH=$(VENV)/oldest $(BIN)/python -m pytest -q $(PARALLEL) tests/integration/test_cold_warm.py tests/integration/test_broker.py \
+	  tests/integration/test_models.py tests/unit/test_turns.py $(ARGS)
 
 check: $(STAMP) ## format, lint, types, import rules
 	$(BIN)/ruff format --check .

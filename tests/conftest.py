@@ -11,10 +11,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from aaflow_langgraph.broker import KVBroker
 from aaflow_langgraph.engine.transformers import TransformersEngine
 from tests import tiny
+
+# What else the machine does meanwhile is no finding.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files begin first and short ones last, each kind in random order: processes that share a run end together."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: (item.path not in slow, item.path.parent.name == "unit"))
 
 
 @pytest.fixture(scope="session", autouse=True)
