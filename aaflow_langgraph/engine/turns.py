@@ -53,6 +53,12 @@ class ChatFrame:
         self._frames = lru_cache(maxsize=256)(self._frames_uncached)
 
     @property
+    def bos_id(self) -> int | None:
+        """What the tokenizer puts at the beginning of every text of its own accord, or None."""
+        first = self._tokenizer.encode("x", add_special_tokens=True)[:1]
+        return first[0] if first and first[0] == self._tokenizer.bos_token_id else None
+
+    @property
     def has_template(self) -> bool:
         """Does the tokenizer come with a chat template?"""
         return bool(self._tokenizer.chat_template)
@@ -132,6 +138,39 @@ class ChatFrame:
         else:
             contents.append((role, self.encode_text(text, what=what)))
         return self._assemble(lead, contents, prior_ids, generate=generate)
+
+    def join(
+        self, prior_ids: tuple[int, ...], turns: tuple[Turn, ...], added: Sequence[tuple[str, tuple[int, ...], bool]]
+    ) -> tuple[Extension, tuple[int, ...]]:
+        """Add contents ``(role, token ids, stays open)`` to a conversation as they are; also where each of them begins.
+
+        One whose role is that of the open turn before it flows into that turn; every other one starts a turn. Of one that
+        the template rewrites the beginning is -1.
+
+        Raises:
+            ConfigError: A role the template refuses, or a template that cannot be followed. Way out: fail.
+        """
+        lead, chat = _split_raw(prior_ids, turns)
+        contents = [(turn.role, prior_ids[turn.content.start : turn.content.stop]) for turn in chat]
+        open_role = chat[-1].role if chat and chat[-1].open else None
+        places: list[tuple[int, int]] = []
+        for role, ids, stays_open in added:
+            if role == open_role:
+                places.append((len(contents) - 1, len(contents[-1][1])))
+                contents[-1] = (role, contents[-1][1] + ids)
+            else:
+                places.append((len(contents), 0))
+                contents.append((role, ids))
+            open_role = role if stays_open else None
+        whole = self._assemble(lead, contents, prior_ids, generate=False)
+        made = whole.turns[len(whole.turns) - len(contents) :]
+        kept = [len(turn.content) == len(ids) for turn, (_, ids) in zip(made, contents, strict=True)]
+        starts = tuple(made[turn].content.start + at if kept[turn] else -1 for turn, at in places)
+        if open_role is None:
+            closed = (*whole.turns[:-1], Turn(made[-1].role, made[-1].content, False))
+            ids = whole.token_ids + self.end_of_turn(whole.token_ids, closed)
+            whole = Extension(ids, closed, whole.num_shared)
+        return whole, starts
 
     def end_of_turn(self, ids: tuple[int, ...], turns: tuple[Turn, ...]) -> tuple[int, ...]:
         """The template's own ids after the last turn's content; empty for raw turns."""
