@@ -185,6 +185,11 @@ class KVCheckpointSaver(BaseCheckpointSaver[Any]):
         """Async ``close``."""
         await asyncio.to_thread(self.close)
 
+    @property
+    def directory(self) -> Path:
+        """Where recipes, references and tensors lie."""
+        return self._ledger.sidecar.path.parent
+
     # ---------------------------------------------------------------- what the inner saver is asked
 
     @property
