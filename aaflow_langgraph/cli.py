@@ -98,6 +98,20 @@ def _parser() -> argparse.ArgumentParser:
         "--ties", nargs="+", choices=list(TIES), default=["oldest"], help="which of equals goes first (default oldest)"
     )
     _add_inspection(commands)
+    lint = commands.add_parser(
+        "lint", help="what keeps the prompts of an app from being append-only; exit status 1 with findings"
+    )
+    lint.add_argument("app", metavar="APP", help="module.py:graph or package.module:graph")
+    lint.add_argument(
+        "--input", default=None, metavar="JSON", help="one input of the graph, or a list of them, one a turn"
+    )
+    lint.add_argument(
+        "--answer", action="append", default=[], metavar="TEXT", help="what its models say, in turn; may be repeated"
+    )
+    lint.add_argument(
+        "--ignore", action="append", default=[], metavar="CAUSE", help="a cause that is meant to be; may be repeated"
+    )
+    lint.add_argument("--json", action="store_true", help="one JSON document")
     new = commands.add_parser("new", help="write a project that langgraph dev runs, with KV handles in its state")
     new.add_argument("directory", metavar="DIR", type=_named, help="a directory that is new or empty")
     return parser
@@ -177,6 +191,12 @@ def _gc(arguments: argparse.Namespace) -> int:
         run_dir=arguments.run_dir,
         as_json=arguments.json,
     )
+
+
+def _lint(arguments: argparse.Namespace) -> int:
+    from aaflow_langgraph.lint import command
+
+    return command.lint(arguments.app, arguments.input, arguments.answer, arguments.ignore, as_json=arguments.json)
 
 
 def _history(arguments: argparse.Namespace) -> int:
@@ -305,4 +325,12 @@ def _rounds(text: str) -> int:
     return int(text)
 
 
-_COMMANDS = {"bench": _bench, "inspect": _inspect, "check": _check, "gc": _gc, "history": _history, "new": _new}
+_COMMANDS = {
+    "bench": _bench,
+    "inspect": _inspect,
+    "check": _check,
+    "gc": _gc,
+    "history": _history,
+    "lint": _lint,
+    "new": _new,
+}

@@ -59,7 +59,7 @@ def explain_miss(
             shown = ", ".join(repr(one) for one in there[:8]) or "no request at all"
             raise ConfigError(f"the journal has no request of {name} {wanted!r:.100}; it has {shown}")
     chosen = [entry for entry in entries if thread in (None, entry.thread) and node in (None, entry.node)][-last:]
-    explainer = _Explainer(broker, entries, text)
+    explainer = Explainer(broker, other_brokers(broker), text)
     return tuple(explainer.report(entry) for entry in chosen)
 
 
@@ -71,7 +71,7 @@ def explain_request(broker: KVBroker, number: int, *, text: bool = True) -> Miss
     """
     entries = _entries(broker, text)
     entry = next((entry for entry in entries if entry.number == number), None)
-    return None if entry is None else _Explainer(broker, entries, text).report(entry)
+    return None if entry is None else Explainer(broker, other_brokers(broker), text).report(entry)
 
 
 def _entries(broker: KVBroker, text: bool) -> tuple[Entry, ...]:
@@ -93,15 +93,23 @@ class _Known:
     prompt: Prompt
 
 
-class _Explainer:
-    def __init__(self, broker: KVBroker, entries: Sequence[Entry], text: bool) -> None:
+class Explainer:
+    """Explains requests that are in a broker's journal when it is made.
+
+    Args:
+        broker: An open one.
+        others: Brokers that serve other namespaces, to be asked as well.
+        text: Show text?
+    """
+
+    def __init__(self, broker: KVBroker, others: Sequence[KVBroker], text: bool) -> None:
         self._broker = broker
         self._text = text
-        self._others = other_brokers(broker)
+        self._others = others
         self._maker: dict[str, str] = {}
         self._before: dict[int, Entry] = {}
         latest: dict[tuple[str, str], Entry] = {}
-        for entry in entries:
+        for entry in broker.journal.entries():
             self._maker.setdefault(entry.kv_id, entry.node)
             earlier = latest.get((entry.thread, entry.node))
             if earlier is not None:
@@ -109,6 +117,7 @@ class _Explainer:
             latest[entry.thread, entry.node] = entry
 
     def report(self, entry: Entry) -> MissReport:
+        """Why one request reused no more."""
         asked = prompt_of(self._broker, entry)
         cause: Cause = "none"
         num_lost, why, difference = 0, "everything that could be reused was; what was prefilled is new", None

@@ -28,7 +28,7 @@ def misses_table(reports: Sequence[MissReport]) -> RenderableType:
         )
         if report.is_miss:
             blocks.append(Text(f"{report.number}: {printable(report.why)}", style="bold"))
-            blocks += [Text(f"   {line}") for line in _lines(report.difference)]
+            blocks += [Text(f"   {line}") for line in lines_of(report.difference)]
             blocks.append(Text(f"   {report.mend}"))
     return Group(*blocks)
 
@@ -44,7 +44,8 @@ def edge_of(source: str, node: str, label: str = "") -> str:
     return f"{source} -> {name}" if source and source != node else name
 
 
-def _lines(difference: Difference | None) -> list[str]:
+def lines_of(difference: Difference | None) -> list[str]:
+    """The texts around a difference, one a line; none where they are switched off."""
     if difference is None or not (difference.asked or difference.known):
         return []
     return [

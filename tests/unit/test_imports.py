@@ -93,6 +93,7 @@ NEIGHBOURS = frozenset(
         ("testing", "graph"),
         ("testing", "checkpoint"),
         ("testing", "lint"),
+        ("testing", "explain"),
         ("explain", "inspection"),
         ("lint", "explain"),
         ("lint", "graph"),
