@@ -78,7 +78,7 @@ def config(kind: str, **changes: Any) -> Any:
     if kind == "gemma3":
         layers = ["sliding_attention", "full_attention", "sliding_attention"]
         return Gemma3TextConfig(
-            **{**shared, "head_dim": 16, "sliding_window": 24, "layer_types": layers, "query_pre_attn_scalar": 16}
+            **{"sliding_window": 24, **shared, "head_dim": 16, "layer_types": layers, "query_pre_attn_scalar": 16}
         )
     if kind == "phi":
         return PhiConfig(**{**shared, "partial_rotary_factor": 0.5})

@@ -49,7 +49,7 @@ class Past:
         self.grid = grid
         self.layer = -1
         self.num_new = 0
-        self._pieces = [_per_layer(piece.kv) for piece in pieces]
+        self._pieces = [per_layer(piece.kv) for piece in pieces]
         self._reads = self._pieces
 
     def begin(self, num_new: int) -> None:
@@ -59,11 +59,11 @@ class Past:
         self.num_new = num_new
         # A single query is causal by itself, so its own key joins the tail's piece and saves one call.
         num_read = tail.length + (1 if num_new == 1 else 0)
-        self._reads = self._pieces + [_per_layer(tail.kv[..., a:b, :]) for a, b in self._cuts(num_read)]
+        self._reads = self._pieces + [per_layer(tail.kv[..., a:b, :]) for a, b in self._cuts(num_read)]
 
     def pieces(self, num_tail: int) -> list[list[tuple[torch.Tensor, ...]]]:
         """Keys and values of everything in front of position ``tail.start + num_tail``, by layer."""
-        return self._pieces + ([_per_layer(self.tail.kv[..., :num_tail, :])] if num_tail else [])
+        return self._pieces + ([per_layer(self.tail.kv[..., :num_tail, :])] if num_tail else [])
 
     def slots(self) -> tuple[torch.Tensor, ...]:
         """For every layer the room of its new keys and values, ``[2, H, T, D]``."""
@@ -114,7 +114,7 @@ class Past:
         return _cut(self.tail.start, num_read, self.grid) if num_read else []
 
 
-def _per_layer(kv: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
+def per_layer(kv: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
     """``[L, 2, H, T, D]`` as keys and values ``[1, H, T, D]`` of every layer, made once instead of in every forward."""
     return [layer.unbind(0) for layer in kv.unsqueeze(2).unbind(0)]
 

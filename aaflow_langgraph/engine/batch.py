@@ -32,12 +32,12 @@ _WAIT_SHARE, _LONGEST_WAIT_S = 0.2, 0.02
 
 @dataclass(eq=False, slots=True)
 class Step:
-    """One request's part of a forward: ``token_ids`` at ``position`` behind ``past``. ``cache`` is the run's, for forwards
-    through the model's own modules.
+    """One request's part of a forward: ``token_ids`` from ``position`` on (or at the positions ``[T]``) over ``past``.
+    ``cache`` is the run's, for forwards through the model's own modules.
     """
 
     token_ids: Sequence[int]
-    position: int
+    position: int | torch.Tensor
     past: Past
     cache: Any
     done: threading.Event = field(default_factory=threading.Event)

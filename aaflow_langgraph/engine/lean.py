@@ -148,8 +148,9 @@ class LeanForward:
         return True
 
     @torch.inference_mode()
-    def __call__(self, token_ids: Sequence[int], position: int, past: Past) -> torch.Tensor:
-        """Logits ``[vocab]`` after the last of ``token_ids``, which start at ``position``; their KV goes into the tail.
+    def __call__(self, token_ids: Sequence[int], position: int | torch.Tensor, past: Past) -> torch.Tensor:
+        """Logits ``[vocab]`` after the last of ``token_ids``, which start at ``position`` or stand at these positions ``[T]``;
+        their KV goes into the tail.
 
         ``past.begin(len(token_ids))`` comes first.
         """
@@ -166,11 +167,26 @@ class LeanForward:
             if number + 1 == len(self._layers) and num_new > 1:
                 # Behind the last layer's keys and values only the last row is asked for.
                 query, hidden = query[-1:], hidden[-1:].clone()
-            hidden.add_(layer.out(past.attend(number, query, self._scale)))
-            states = functional.rms_norm(hidden, width, layer.mlp_norm, eps)
-            gate, up = layer.gate_up(states).chunk(2, -1)
-            hidden.add_(layer.down(functional.silu(gate).mul_(up)))
+            self._finish(layer, hidden, past.attend(number, query, self._scale))
         return self._head(functional.rms_norm(hidden[-1:], width, self._norm, eps))[0]
+
+    def second_layer(
+        self, token_ids: Sequence[int], position: int | torch.Tensor, past: Past
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values ``[H, T, D]`` of layer 1 (of layer 0 where there is no other); see ``__call__``."""
+        with torch.inference_mode():
+            num_new, dim, width, eps = len(token_ids), self._head_dim, self._norm.shape, self._eps
+            cos, sin = self._rotation(position, num_new)
+            hidden = functional.embedding(torch.tensor(token_ids, device=self._like[1]), self._embedding)
+            for number, layer in enumerate(self._layers[:2]):
+                qkv = layer.qkv(functional.rms_norm(hidden, width, layer.norm, eps))
+                heads = qkv.view(num_new, -1, dim)
+                self._turn(layer, qkv, heads, cos, sin)
+                new = heads[:, self._num_heads :].view(num_new, 2, -1, dim).permute(1, 2, 0, 3)
+                if number == 0 and len(self._layers) > 1:
+                    past.slots()[0].copy_(new)
+                    self._finish(layer, hidden, past.attend(0, heads[:, : self._num_heads], self._scale))
+        return new[0].clone(), new[1].clone()
 
     @torch.inference_mode()
     def together(self, steps: Sequence[Step]) -> list[torch.Tensor]:
@@ -187,12 +203,16 @@ class LeanForward:
             heads = qkv.view(rows, -1, dim)
             self._turn(layer, qkv, heads, cos, sin)
             past.write(number, heads[:, self._num_heads :].view(rows, 2, -1, dim))
-            hidden.add_(layer.out(past.attend(number, heads[:, : self._num_heads], self._scale)))
-            states = functional.rms_norm(hidden, width, layer.mlp_norm, eps)
-            gate, up = layer.gate_up(states).chunk(2, -1)
-            hidden.add_(layer.down(functional.silu(gate).mul_(up)))
+            self._finish(layer, hidden, past.attend(number, heads[:, : self._num_heads], self._scale))
         last = hidden[torch.tensor(counts).cumsum(0) - 1]
         return list(self._head(functional.rms_norm(last, width, self._norm, eps)).unbind(0))
+
+    def _finish(self, layer: _Layer, hidden: torch.Tensor, attended: torch.Tensor) -> None:
+        """Add what a layer does behind its attention to ``hidden``, in place."""
+        hidden.add_(layer.out(attended))
+        states = functional.rms_norm(hidden, self._norm.shape, layer.mlp_norm, self._eps)
+        gate, up = layer.gate_up(states).chunk(2, -1)
+        hidden.add_(layer.down(functional.silu(gate).mul_(up)))
 
     def _turn(
         self, layer: _Layer, qkv: torch.Tensor, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
@@ -207,9 +227,10 @@ class LeanForward:
         swapped = heads[:, :num_rotated].roll(dim // 2, -1).view(heads.shape[0], -1)
         qkv[:, : num_rotated * dim].mul_(cos).addcmul_(swapped, sin)
 
-    def _rotation(self, position: int, num_new: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _rotation(self, position: int | torch.Tensor, num_new: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and signed sines, ``[T, (Hq + H) * D]`` in the model's dtype."""
-        stop = position + num_new
+        rows = slice(position, position + num_new) if isinstance(position, int) else position
+        stop = position + num_new if isinstance(position, int) else int(position[-1]) + 1
         if self._tables is None or self._tables[0].shape[0] < stop:
             # Not beyond the window: there some rotary modules change their frequencies.
             length = max(stop, min(self._window, (stop // _TABLE_TOKENS + 1) * _TABLE_TOKENS))
@@ -218,7 +239,7 @@ class LeanForward:
             self._tables = cos[0], torch.cat((-sin[0, :, :half], sin[0, :, half:]), -1)
         cos, sin = self._tables
         count = self._num_heads + self._num_kv_heads
-        return cos[position:stop].repeat(1, count), sin[position:stop].repeat(1, count)
+        return cos[rows].repeat(1, count), sin[rows].repeat(1, count)
 
     def _check_layer(self, blocks: nn.ModuleList, name: str) -> None:
         """Raise unless a layer is what the forward above computes."""

@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file
 
-from aaflow_langgraph.engine import attention, cache_adapter, lean
+from aaflow_langgraph.engine import attention, cache_adapter, lean, mixed
 from aaflow_langgraph.engine.attention import FastPathRefused, Past
 from aaflow_langgraph.engine.base import Piece, Tail, chunk_spans
 from aaflow_langgraph.engine.batch import MOST_ROWS, Batcher, Step
@@ -232,11 +232,33 @@ class TransformersEngine:
             raise ConfigError(f"token id {bad[0]!r} is not an int in [0, {self.vocab_size}), the model's vocabulary")
         return ids
 
-    def forward(self, token_ids: Sequence[int], position: int, cache: Any) -> torch.Tensor:
-        """One stock forward at ``position`` through ``cache``; logits of the last token, ``[vocab]``."""
+    def run_at(self, token_ids: Sequence[int], positions: Sequence[int], over: mixed.Mixed) -> torch.Tensor:
+        """See ``mixed.run_at``."""
+        return mixed.run_at(self, token_ids, positions, over)
+
+    def check_layer(
+        self, token_ids: Sequence[int], positions: Sequence[int], over: mixed.Mixed
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``mixed.check_layer``."""
+        return mixed.check_layer(self, token_ids, positions, over)
+
+    def forward(
+        self,
+        token_ids: Sequence[int],
+        position: int | torch.Tensor,
+        cache: Any,
+        mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """One stock forward through ``cache``; logits of the last token, ``[vocab]``.
+
+        ``position`` is that of the first token, or those of all ``[T]``; ``mask`` is additive, ``[1, 1, T, S]``.
+        """
         ids = torch.tensor([list(token_ids)], device=self.device)
-        positions = torch.arange(position, position + len(token_ids), device=self.device)[None]
-        arguments: dict[str, Any] = {self._keyword: cache, "use_cache": True, "position_ids": positions}
+        if isinstance(position, int):
+            position = torch.arange(position, position + len(token_ids), device=self.device)
+        arguments: dict[str, Any] = {self._keyword: cache, "use_cache": True, "position_ids": position[None]}
+        if mask is not None:
+            arguments["attention_mask"] = mask
         if self.keeps_logits:
             arguments["logits_to_keep"] = 1
         with torch.no_grad():

@@ -1,0 +1,169 @@
+"""Attention of new tokens at scattered positions: the fast read path of composed KV.
+
+    out = merge over (everything before the chunk, everything before the block, the block's own stretch) by log-sum-exp
+
+Rows are KV of the positions ``[start, start + n)`` that is there already; new keys and values replace some of it, layer by layer,
+and the queries at these positions attend to all rows up to their own. Queries are sorted, so most of what one of them sees all
+of them see, and that is read without a mask; only inside a block's stretch, from its first to its last position, a mask (or
+where the block has no gaps the causal kernel) tells who sees what.
+
+Knows tensors and positions; knows no model and no segment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from aaflow_langgraph.engine.attention import FastPathRefused, Past, flash, merge, per_layer
+from aaflow_langgraph.engine.base import Piece
+
+MOST_HIDDEN = 8192
+"""A block grows until its mask would hide this many query-key pairs: they are computed for nothing, a further block is a
+further call or two. Measured on 2 cores at 4,096 tokens."""
+
+
+class Rows:
+    """The rows as a run's tail: of fixed size, ``length`` of them in front of the tokens of the next forward."""
+
+    def __init__(self, kv: torch.Tensor, start: int) -> None:
+        self.kv = kv
+        self.start = start
+        self.length = 0
+
+    def ensure(self, num_tokens: int) -> None:
+        """See ``Tail.ensure``: the rows are all there."""
+        if num_tokens > self.kv.shape[3]:
+            raise ValueError(f"there are {self.kv.shape[3]} rows, {num_tokens} asked")
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Queries ``[first, last)`` of a chunk; their keys stand in the rows ``[start, stop)``. Without a mask there is no gap."""
+
+    first: int
+    last: int
+    start: int
+    stop: int
+    mask: torch.Tensor | None
+
+
+class ScatteredPast(Past):
+    """What the layers of one forward at ``offsets`` (rows, strictly ascending, at least two) attend to and write."""
+
+    __slots__ = ("_blocks", "_stage", "_where")
+
+    def __init__(self, pieces: Sequence[Piece], rows: Rows, offsets: Sequence[int]) -> None:
+        super().__init__(pieces, rows, None)
+        kv = rows.kv
+        self.num_new = len(offsets)
+        self._where = torch.tensor(offsets, device=kv.device)
+        self._blocks = [
+            Block(a, b, offsets[a], offsets[b - 1] + 1, _mask(self._where[a:b], kv.dtype))
+            for a, b in cut_blocks(offsets)
+        ]
+        self._stage: torch.Tensor | None = None
+        if offsets[0]:
+            self._reads = [*self._pieces, per_layer(kv[..., : offsets[0], :])]
+
+    def begin(self, num_new: int) -> None:
+        """What is read was fixed with the offsets."""
+        if num_new != self.num_new:
+            raise FastPathRefused(f"{num_new} tokens for {self.num_new} positions")
+
+    def slots(self) -> tuple[torch.Tensor, ...]:
+        """One room for the new keys and values of every layer in turn: ``attend`` moves them to their rows."""
+        num_layers, _two, num_heads, _rows, dim = self.tail.kv.shape
+        self._stage = self.tail.kv.new_empty(2, num_heads, self.num_new, dim)
+        return (self._stage,) * num_layers
+
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Put the new keys and values (``[1, H, T, D]``) of ``layer`` into their rows."""
+        if keys.shape[0] != 1:
+            raise FastPathRefused(f"batch of {keys.shape[0]}; runs are one sequence each")
+        self.tail.kv[layer, 0].index_copy_(1, self._where, keys[0])
+        self.tail.kv[layer, 1].index_copy_(1, self._where, values[0])
+        self.layer = layer
+
+    def attend(self, layer: int, query: torch.Tensor, scale: float | None) -> torch.Tensor:
+        """See ``Past.attend``: ``query [T, Hq, D]`` of all new tokens, or ``[1, Hq, D]`` of the last."""
+        rows = self.tail.kv[layer]
+        if self._stage is not None:
+            rows.index_copy_(2, self._where, self._stage)
+        num_queries, num_heads, dim = query.shape
+        num_kv_heads = rows.shape[1]
+        group = num_heads // num_kv_heads
+        keys, values = rows.unsqueeze(1).unbind(0)
+        if num_queries == 1:
+            stop = self._blocks[-1].stop
+            folded = query.view(1, num_kv_heads, group, dim)
+            reads = [(*kv[layer],) for kv in self._pieces] + [(keys[:, :, :stop], values[:, :, :stop])]
+            joined = merge(*zip(*(flash(folded, k, v, scale, causal=False) for k, v in reads), strict=True))
+            return joined.to(query.dtype).reshape(1, num_heads * dim)
+        # [T, Hq, D] -> [H, group, T, D]
+        by_head = query.view(num_queries, num_kv_heads, group, dim).permute(1, 2, 0, 3)
+        before = [_fold(by_head, kv[layer][0], kv[layer][1], scale) for kv in self._reads]
+        result = query.new_empty(num_queries, num_heads * dim)
+        by_row = result.view(num_queries, num_kv_heads, group, dim)
+        for block in self._blocks:
+            a, b = block.first, block.last
+            asked = by_head[:, :, a:b]
+            parts = [(out[:, :, a:b], lse[:, :, a:b]) for out, lse in before]
+            lead = slice(self._blocks[0].start, block.start)
+            if lead.stop > lead.start:
+                parts.append(_fold(asked, keys[:, :, lead], values[:, :, lead], scale))
+            own = slice(block.start, block.stop)
+            out, lse = _hidden(query[a:b].transpose(0, 1)[None], keys[:, :, own], values[:, :, own], scale, block.mask)
+            parts.append((out.view(asked.shape), lse.view(asked.shape[:-1])))
+            by_row[a:b] = merge(*zip(*parts, strict=True)).permute(2, 0, 1, 3)
+        return result
+
+
+def cut_blocks(offsets: Sequence[int]) -> list[tuple[int, int]]:
+    """Ascending ``offsets`` as spans ``[first, last)`` in which at most ``MOST_HIDDEN`` query-key pairs are hidden."""
+    cuts, hidden = [0], 0
+    for number in range(1, len(offsets)):
+        # One position more hides the stretch up to it from every query before.
+        hidden += (number - cuts[-1]) * (offsets[number] - offsets[number - 1])
+        if hidden > MOST_HIDDEN:
+            cuts.append(number)
+            hidden = 0
+    return list(zip(cuts, [*cuts[1:], len(offsets)], strict=True))
+
+
+def _mask(where: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+    """Additive mask ``[1, 1, T, stop - start]`` of queries at ``where`` over their stretch; None where it has no gaps."""
+    start, stop = int(where[0]), int(where[-1]) + 1
+    if stop - start == len(where):
+        return None
+    hidden = torch.arange(start, stop, device=where.device) > where[:, None]
+    return torch.zeros(hidden.shape, dtype=dtype, device=where.device).masked_fill_(hidden, float("-inf"))[None, None]
+
+
+def _fold(
+    asked: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``asked [H, group, T, D]`` over all of ``keys, values [1, H, S, D]``; with log-sum-exp ``[H, group, T]``."""
+    num_kv_heads, group, rows, dim = asked.shape
+    out, lse = flash(asked.reshape(1, num_kv_heads, group * rows, dim), keys, values, scale, causal=False)
+    return out.view(asked.shape), lse.view(asked.shape[:-1])
+
+
+def _hidden(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float | None, mask: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``query [1, Hq, T, D]`` over its own stretch: causally, or where ``mask`` allows."""
+    if mask is None:
+        return flash(query, keys, values, scale, causal=True)
+    if query.device.type == "cpu":
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, keys, values, 0.0, False, attn_mask=mask, scale=scale
+        )
+        return out, lse
+    group = query.shape[1] // keys.shape[1]
+    keys, values = keys.repeat_interleave(group, dim=1).float(), values.repeat_interleave(group, dim=1).float()
+    scores = torch.matmul(query.float(), keys.transpose(-1, -2)) * (scale or query.shape[-1] ** -0.5) + mask
+    lse = scores.logsumexp(-1)
+    return torch.matmul((scores - lse.unsqueeze(-1)).exp(), values).to(query.dtype), lse
