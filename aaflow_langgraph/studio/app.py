@@ -8,21 +8,22 @@ from __future__ import annotations
 import os
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
 
-from aaflow_langgraph.broker import KVBroker
-from aaflow_langgraph.checkpoint.saver import KVCheckpointSaver
 from aaflow_langgraph.errors import ConfigError
 from aaflow_langgraph.studio.api import routes
 from aaflow_langgraph.studio.guard import Guard
-from aaflow_langgraph.studio.inprocess import InProcess
 from aaflow_langgraph.studio.threads import Threads
 from aaflow_langgraph.studio.view import View
+
+if TYPE_CHECKING:
+    from aaflow_langgraph.broker import KVBroker
+    from aaflow_langgraph.checkpoint.saver import KVCheckpointSaver
 
 _TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -56,6 +57,10 @@ def inspector_app(
     Raises:
         ConfigError: An option is wrong. Way out: fail.
     """
+    from aaflow_langgraph.studio.inprocess import (
+        InProcess,
+    )  # late: it loads torch, which a look from outside does without
+
     view = View(InProcess(broker), metadata_only=_flag(metadata_only))
     return make_app(view, Threads(_directory(checkpointer)), prefix=prefix)
 
@@ -97,6 +102,8 @@ def _file(path: str, name: str, body: bytes) -> Route:
 def _directory(checkpointer: Any) -> Path | None:
     if checkpointer is None:
         return None
+    from aaflow_langgraph.checkpoint.saver import KVCheckpointSaver
+
     if isinstance(checkpointer, KVCheckpointSaver):
         return checkpointer.directory
     if not isinstance(checkpointer, (str, os.PathLike)) or not os.fspath(checkpointer):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -23,7 +23,7 @@ class Facts:
         movements: Evictions, spills, fetches, adoptions, oldest first; none from outside.
         owner: The pool of this process; None from outside.
         token_bytes: What one token takes; 0 where that is not known.
-        labels: Names for people of handles that no request of this process made.
+        threads: Threads in whose checkpoints a handle is, by its id, where that is known.
     """
 
     recipes: Mapping[str, Recipe]
@@ -32,7 +32,7 @@ class Facts:
     movements: tuple[Movement, ...] = ()
     owner: str | None = None
     token_bytes: int = 0
-    labels: Mapping[str, str] = field(default_factory=dict)
+    threads: Mapping[str, Set[str]] = field(default_factory=dict)
 
 
 class Source(Protocol):

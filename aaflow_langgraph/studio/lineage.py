@@ -34,6 +34,7 @@ class Lineage:
 
     def __init__(self, facts: Facts) -> None:
         self._recipes = facts.recipes
+        self._threads = facts.threads
         self.entries: dict[str, list[Entry]] = {}
         """Requests by the handle that they made, oldest first."""
         for entry in facts.entries:
@@ -96,14 +97,16 @@ class Lineage:
             return entry.node or entry.operator
         return self._recipes[kv_id].operator if kv_id in self._recipes else ""
 
+    def is_in(self, kv_id: str, thread: str) -> bool:
+        """Did a request of a thread make a handle, or is it in one of its checkpoints?"""
+        return thread in self._threads.get(kv_id, ()) or any(
+            entry.thread == thread for entry in self.entries.get(kv_id, ())
+        )
+
     def newest(self, thread: str = "", under: str | None = None) -> list[str]:
         """Handles, the last used first: those that a thread's requests made, those below a handle."""
         order = {kv_id: number for number, kv_id in enumerate(self._recipes)}
-        found = [
-            kv_id
-            for kv_id in self._recipes
-            if not thread or any(entry.thread == thread for entry in self.entries.get(kv_id, ()))
-        ]
+        found = [kv_id for kv_id in self._recipes if not thread or self.is_in(kv_id, thread)]
         if under is not None:
             inside = set(self._subtree(under))
             found = [kv_id for kv_id in found if kv_id in inside]

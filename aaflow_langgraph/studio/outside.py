@@ -169,11 +169,12 @@ class FromOutside:
                     token_bytes = token_bytes or one.stock.layout.token_bytes
             if outside.inventory is not None:
                 self._from_disk(outside.inventory, records, recipes)
+        threads: dict[str, set[str]] = {}
         if self._checkpoints is not None:
-            self._from_saver(recipes)
+            self._from_saver(recipes, threads)
         self._recipes = _rooted(recipes)
         numbered = tuple(replace(record, extent_id=number) for number, record in enumerate(records.values()))
-        return Facts(self._recipes, numbered, token_bytes=token_bytes)
+        return Facts(self._recipes, numbered, token_bytes=token_bytes, threads=threads)
 
     def _from_disk(
         self,
@@ -203,10 +204,13 @@ class FromOutside:
                 )
                 records[record.key] = record
 
-    def _from_saver(self, recipes: dict[str, Recipe]) -> None:
+    def _from_saver(self, recipes: dict[str, Recipe], threads: dict[str, set[str]]) -> None:
         assert self._checkpoints is not None
         with Beside(self._checkpoints) as beside:
-            for kv_id in beside.manifest().recipes:
+            manifest = beside.manifest()
+            for one in manifest.references:
+                threads.setdefault(one.kv_id, set()).add(one.slot.key.thread_id)
+            for kv_id in manifest.recipes:
                 if kv_id in recipes:
                     continue
                 known = self._recipes.get(kv_id)

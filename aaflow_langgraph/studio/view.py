@@ -13,7 +13,6 @@ from dataclasses import asdict
 from typing import Any
 
 from aaflow_langgraph.errors import RecipeMissing, UsageError
-from aaflow_langgraph.explain.miss import FEWEST_TOKENS
 from aaflow_langgraph.model import Recipe
 from aaflow_langgraph.studio.coverage import WHERE, Coverage, Extents
 from aaflow_langgraph.studio.facts import Facts, Source
@@ -28,6 +27,9 @@ MOST_CHARS = 2_000
 
 _AROUND = 24
 """Token ids on each side of a difference."""
+
+FEWEST_TOKENS = 16
+"""Fewer tokens computed again are called no miss: templates begin alike, and tokens at the seams are always run again."""
 
 _BUCKETS = 240
 """Cells of the map of a pool."""
@@ -167,7 +169,7 @@ class View:
                 {
                     **asdict(movement),
                     "kv_id": owners.get(movement.end_id),
-                    "label": self._label(facts, lineage, owners.get(movement.end_id)),
+                    "label": self._label(lineage, owners.get(movement.end_id)),
                     "made_by": lineage.maker(owners.get(movement.end_id)),
                 }
                 for movement in page
@@ -177,7 +179,8 @@ class View:
     def pool(self, *, kv_id: str = "") -> dict[str, Any]:
         """The pool of this process as a row of cells: how much of each is taken, and by the handle ``kv_id``."""
         facts, lineage = self._look()
-        capacity = int(self.source.overview().get("pool", {}).get("capacity_bytes", 0))
+        pool = self.source.overview().get("pool") or {}
+        capacity = int(pool.get("capacity_bytes", 0))
         taken, picked = [0.0] * _BUCKETS, [0.0] * _BUCKETS
         names: set[str] = set()
         for recipe in lineage.chain(self._known(facts, kv_id)) if kv_id else ():
@@ -237,7 +240,7 @@ class View:
         there = {where: coverage.num_tokens(where) for where in WHERE}
         return {
             "kv_id": kv_id,
-            "label": self._label(facts, lineage, kv_id),
+            "label": self._label(lineage, kv_id),
             "operator": recipe.operator,
             "parent": recipe.parent,
             "above": lineage.above(kv_id),
@@ -315,15 +318,15 @@ class View:
         turns = facts.recipes[described["kv_id"]].turns
         return next((turn.role or "text" for turn in turns if turn.content.start <= position < turn.content.stop), "")
 
-    def _label(self, facts: Facts, lineage: Lineage, kv_id: str | None) -> str:
+    def _label(self, lineage: Lineage, kv_id: str | None) -> str:
         if kv_id is None:
             return ""
         entry = lineage.first(kv_id)
-        return (entry.label if entry is not None else "") or facts.labels.get(kv_id, "")
+        return entry.label if entry is not None else ""
 
     def _searched(self, facts: Facts, lineage: Lineage, kv_id: str) -> str:
         nodes = {entry.node for entry in lineage.entries.get(kv_id, ())}
-        return " ".join((kv_id, self._label(facts, lineage, kv_id), facts.recipes[kv_id].operator, *nodes)).casefold()
+        return " ".join((kv_id, self._label(lineage, kv_id), facts.recipes[kv_id].operator, *nodes)).casefold()
 
     def _owners(self, facts: Facts, end_ids: set[str]) -> dict[str, str]:
         """The first known handle that an extent belongs to, by the extent's end."""

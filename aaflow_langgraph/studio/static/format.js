@@ -28,4 +28,9 @@ export function clean(text, most = 80) {
 }
 
 export const short = (kv_id) => kv_id.slice(0, 10);
-export const named = (one) => clean(one.label || one.operator || "handle", 48);
+
+const labels = new Map();
+/** Keep a label that a checkpoint tells, for handles of which no request is known. */
+export const remember = (kv_id, label) => { if (label && !labels.has(kv_id)) labels.set(kv_id, label); };
+export const labelOf = (one) => one.label || labels.get(one.kv_id) || "";
+export const named = (one) => clean(labelOf(one) || one.operator || "handle", 48);

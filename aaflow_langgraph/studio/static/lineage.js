@@ -2,7 +2,7 @@
 
 import { hierarchy, tree } from "./vendor/d3-hierarchy.min.mjs";
 import { at, h, show, svg } from "./dom.js";
-import { clean, count, named, seconds } from "./format.js";
+import { clean, count, labelOf, named, seconds } from "./format.js";
 import { empty, sign } from "./parts.js";
 
 const WIDTH = 178, HEIGHT = 44, GAP_X = 56, GAP_Y = 12, INDENT = 18;
@@ -107,7 +107,7 @@ function box(node, width, act, focusable) {
     svg("title", {}, `${label}\n${id}`),
     svg("rect", { class: "box", width, height: HEIGHT, rx: 8 }),
     svg("text", { class: "more", x: 10, y: 17, "aria-hidden": "true" }, sign(one.operator)),
-    svg("text", { class: "name", x: 24, y: 17 }, clean(one.label || one.operator, letters)),
+    svg("text", { class: "name", x: 24, y: 17 }, clean(labelOf(one) || one.operator, letters)),
     svg("text", { class: "more", x: 10, y: 32 }, `${count(one.num_tokens)} tok${one.num_added < one.num_tokens ? `  +${count(one.num_added)}` : ""}${one.ttft_s === null ? "" : `  ${seconds(one.ttft_s)}`}`),
     svg("circle", { class: where, cx: width - 13, cy: 14, r: 4.5 }),
     one.is_exact === false ? svg("text", { class: "more", x: width - 32, y: 18 }, "≈") : null,

@@ -12,7 +12,7 @@ import { bar } from "./parts.js";
 
 const EVERY_MS = 1500;
 const view = { tab: "nodes", offset: 0, thread: "", find: "", focus: "", limit: 120, zoom: null, picked: "", second: "", comparing: false };
-let drawnZoom = 1, overview = null, lineage = null, known = "", paused = false, busy = false, threads = [];
+let chosen = false, drawnZoom = 1, overview = null, lineage = null, known = "", paused = false, busy = false, threads = [];
 
 // ---------------------------------------------------------------- what is asked for
 
@@ -90,8 +90,13 @@ async function panel() {
 
 async function timeline() {
   await listThreads();
+  if (overview.kind === "outside" && !view.thread && !chosen && threads.length) {
+    at("thread").value = view.thread = threads[0].thread_id;
+    graph().catch(gone);
+  }
   if (overview.has_checkpoints && view.thread && threads.some((one) => one.thread_id === view.thread)) {
     drawCheckpoints(await ask("thread", { id: view.thread, limit: 60 }), pick);
+    drawGraph(); // the checkpoints told labels
   } else if (overview.kind === "outside") {
     noTimeline(threads.length ? "Choose a thread to see its checkpoints." : "No checkpoints are looked at: aaflow studio --checkpoints PATH.");
   } else {
@@ -228,6 +233,7 @@ at("pause").addEventListener("click", () => {
   if (!paused) beat();
 });
 at("thread").addEventListener("change", (event) => {
+  chosen = true;
   Object.assign(view, { thread: event.target.value, offset: 0, focus: "" });
   redraw();
 });

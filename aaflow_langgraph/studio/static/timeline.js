@@ -1,7 +1,7 @@
 // The checkpoints of a thread from left to right; where no saver is known, its requests.
 
 import { at, h, show } from "./dom.js";
-import { bytes, clean, clock, count, seconds } from "./format.js";
+import { bytes, clean, clock, count, remember, seconds } from "./format.js";
 import { chip, empty, tokensBar } from "./parts.js";
 
 const TENSORS = { disk: "on disk", part: "partly on disk", recipe: "recipe only", none: "no recipe" };
@@ -26,6 +26,7 @@ export function drawCheckpoints(told, pick) {
 }
 
 function entry(handle, pick, before) {
+  remember(handle.kv_id, handle.label || handle.place);
   return [
     chip({ kv_id: handle.kv_id, label: handle.label || handle.place, operator: "" }, pick),
     h("span", {}, `${before}${count(handle.num_tokens)} tok, ${TENSORS[handle.tier]}`),
