@@ -16,6 +16,8 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
+from aaflow_langgraph.composing import Composing
+from aaflow_langgraph.composite import ComposePolicy, KVComposite, Rung, is_composite_shaped
 from aaflow_langgraph.engine.cache_adapter import refuse_foreign_cache
 from aaflow_langgraph.engine.sampling import Sampling
 from aaflow_langgraph.engine.transformers import TransformersEngine
@@ -23,6 +25,7 @@ from aaflow_langgraph.engine.turns import Extension, check_text
 from aaflow_langgraph.errors import (
     ConfigError,
     IncompatibleHandle,
+    NotComposable,
     RecipeMissing,
 )
 from aaflow_langgraph.evict.base import Policy
@@ -46,10 +49,10 @@ from aaflow_langgraph.pool.shared import SharedPool
 from aaflow_langgraph.pool.sweep import sweep as sweep_pools
 from aaflow_langgraph.recipes import RecipeBook
 from aaflow_langgraph.requests import How, Requests
-from aaflow_langgraph.results import Generation, Prefilled, Stats, TokenDelta, Transfer
+from aaflow_langgraph.results import Composed, ComposeReport, Generation, Prefilled, Stats, TokenDelta, Transfer
 from aaflow_langgraph.store import ExtentStore
 
-HandleLike = KVHandle | Mapping[str, Any]
+HandleLike = KVHandle | KVComposite | Mapping[str, Any]
 Result = TypeVar("Result")
 
 
@@ -95,6 +98,7 @@ class KVBroker:
             check_open=self._check_open,
             is_closed=lambda: self._closed,
         )
+        self._composing = Composing(engine, self._store, self._recipes, self._requests, check_open=self._check_open)
         self._keeper = Keeper(self._store, policy, chores=self._chores)
         self._num_announced = 0
         if disk is not None:
@@ -252,10 +256,96 @@ class KVBroker:
         Raises:
             MalformedHandle, IncompatibleHandle, RecipeMissing: As in ``append``.
         """
-        refuse_foreign_cache(handle)
-        coerced = KVHandle.coerce(handle)
+        coerced = self._segment(handle)
         self._known(coerced)
         return coerced if label is None else replace(coerced, kv_label=check_label(label))
+
+    def compose(
+        self,
+        segments: Sequence[HandleLike] | KVComposite,
+        *,
+        exact: bool = False,
+        max_deviation: float | None = None,
+        rung: Rung = "auto",
+        k: int = 16,
+        r: float = 0.15,
+        audit: bool = False,
+        gate: str = "",
+        label: str = "",
+        deterministic: bool = False,
+    ) -> Composed:
+        """Join segments that were not computed in each other's context, in the order given: documents encoded apart, branches
+        that meet. The first segment stands as it is, with what it shares with the others; what the others add is moved behind
+        it (keys are rotated to their new positions) and repaired as far as the rung says.
+
+        An approximate composite has an identity of its own, made of its segments and the policy, and is never returned for the
+        same tokens computed as one. An exact one is the ordinary handle of its tokens.
+
+        Args:
+            segments: Handles, at least one. A ``KVComposite`` brings its own policy; the options that follow are then refused.
+            exact: Take no approximate rung: what is not there as a prefix is computed.
+            max_deviation: With ``rung="auto"``: leave no moved token whose values at the check layer deviate by more, relative
+                to their norm. A threshold on a measured proxy, not a bound on the output. None sets none.
+            rung: ``"auto"`` takes the cheapest that is allowed by predicted cost; ``"prefix"``, ``"suffix"`` and ``"dense"``
+                are exact; ``"legolink"`` recomputes the first ``k`` tokens of each segment but the first (EPIC, arXiv
+                2410.15332), ``"blend"`` the share ``r`` that deviates most (CacheBlend, arXiv 2405.16444).
+            k: For legolink.
+            r: For blend.
+            audit: Also compare the next-token distribution with the dense one, and with mismatched caches. Costs two dense
+                runs.
+            gate: Why ``exact`` is set although the caller allowed less; goes into the report.
+            label: Short name for people.
+            deterministic: With ``exact=True``: bit-equal to a run without any cache.
+
+        Raises:
+            NotComposable: No segments; a rung that the model or the segments do not allow: says which layer and why. Way out:
+                fail, or ``rung="auto"``, which computes what cannot be moved.
+            ConfigError: An option is out of range. Way out: fail.
+            ContextTooLong: More tokens than the window. Way out: fail.
+            MalformedHandle, IncompatibleHandle, RecipeMissing: As in ``append``.
+        """
+        if not isinstance(audit, bool):
+            raise ConfigError(f"audit must be True or False, got {audit!r}")
+        how = self._how(deterministic, label)
+        policy = ComposePolicy(exact=exact, rung=rung, k=k, r=r, max_deviation=max_deviation)
+        if isinstance(segments, KVComposite) or is_composite_shaped(segments):
+            composite = KVComposite.coerce(segments)
+            if policy != ComposePolicy() and not exact:
+                raise ConfigError(
+                    "a KVComposite brings its own policy: leave rung, k, r and max_deviation out, or pass its children"
+                )
+            if exact:
+                composite = KVComposite.joined(
+                    composite.kv_children, replace(composite.policy, exact=True, rung="auto")
+                )
+        else:
+            if isinstance(segments, str | bytes | KVHandle | Mapping) or not isinstance(segments, Sequence):
+                raise ConfigError(f"segments must be a list of handles, got {type(segments).__name__}")
+            if not segments:
+                raise NotComposable("there is nothing to compose: no segment was given; pass at least one handle")
+            composite = KVComposite.joined([self._segment(segment) for segment in segments], policy)
+        recipes = [self._known(child) for child in composite.kv_children]
+        labels = [child.kv_label for child in composite.kv_children]
+        return self._composing.compose(recipes, labels, composite, how, gate=gate, audited=audit)
+
+    def exact(self, handle: HandleLike, *, label: str | None = None) -> KVHandle:
+        """The handle of the same tokens computed as one sequence: ``handle`` itself unless an approximate compose took part.
+
+        Raises:
+            MalformedHandle, IncompatibleHandle, RecipeMissing: As in ``append``.
+        """
+        shown = self._segment(handle)
+        how = self._how(False, shown.kv_label if label is None else label)
+        return self._composing.exact(self._known(shown), how)
+
+    def compose_report(self, handle: HandleLike) -> ComposeReport | None:
+        """How a composite was materialised the first time; None for a handle that no approximate compose made.
+
+        Raises:
+            MalformedHandle, IncompatibleHandle, RecipeMissing: As in ``append``.
+        """
+        made = self._known(handle).composition
+        return ComposeReport.from_json(made.report) if made is not None else None
 
     def evict(self, handle: HandleLike, *, tier: Tier = "host") -> int:
         """Drop the KV of ``handle`` from this broker's pool, last extent first, down to what others build on or read; bytes
@@ -740,6 +830,39 @@ class KVBroker:
         """Async ``fork``."""
         return await asyncio.to_thread(self.fork, handle, label=label)
 
+    async def acompose(
+        self,
+        segments: Sequence[HandleLike] | KVComposite,
+        *,
+        exact: bool = False,
+        max_deviation: float | None = None,
+        rung: Rung = "auto",
+        k: int = 16,
+        r: float = 0.15,
+        audit: bool = False,
+        gate: str = "",
+        label: str = "",
+        deterministic: bool = False,
+    ) -> Composed:
+        """Async ``compose``."""
+        return await asyncio.to_thread(
+            self.compose,
+            segments,
+            exact=exact,
+            max_deviation=max_deviation,
+            rung=rung,
+            k=k,
+            r=r,
+            audit=audit,
+            gate=gate,
+            label=label,
+            deterministic=deterministic,
+        )
+
+    async def aexact(self, handle: HandleLike, *, label: str | None = None) -> KVHandle:
+        """Async ``exact``."""
+        return await asyncio.to_thread(self.exact, handle, label=label)
+
     async def aevict(self, handle: HandleLike, *, tier: Tier = "host") -> int:
         """Async ``evict``."""
         return await asyncio.to_thread(self.evict, handle, tier=tier)
@@ -855,8 +978,7 @@ class KVBroker:
 
     def _known(self, handle: HandleLike) -> Recipe:
         """The recipe behind anything that claims to be a handle."""
-        refuse_foreign_cache(handle)
-        coerced = KVHandle.coerce(handle)
+        coerced = self._segment(handle)
         self._check_open()
         if coerced.kv_namespace != self.namespace.digest:
             raise IncompatibleHandle(
@@ -872,15 +994,23 @@ class KVBroker:
                 "broker that made them, in a shared index (index='redis://...') until a day after their last use, and on disk "
                 "(disk=...) as long as the directory"
             )
-        if not coerced.kv_exact:
+        if coerced.kv_exact != self._recipes.is_exact(recipe):
+            said, found = ("exact", "approximate") if coerced.kv_exact else ("approximate", "exact")
             raise IncompatibleHandle(
-                f"handle {coerced.kv_id[:12]!r} claims to be approximate, its recipe is exact: it was altered"
+                f"handle {coerced.kv_id[:12]!r} claims to be {said}, its recipe is {found}: it was altered"
             )
         if recipe.stop != coerced.kv_tokens:
             raise IncompatibleHandle(
                 f"handle {coerced.kv_id[:12]!r} claims {coerced.kv_tokens} tokens, its recipe has {recipe.stop}: it was altered"
             )
         return recipe
+
+    def _segment(self, handle: HandleLike) -> KVHandle:
+        """Anything that claims to be a handle as one; a composite is materialised."""
+        refuse_foreign_cache(handle)
+        if isinstance(handle, KVComposite) or is_composite_shaped(handle):
+            return self.compose(KVComposite.coerce(handle), label=KVComposite.coerce(handle).kv_label).handle
+        return KVHandle.coerce(handle)
 
     def _chores(self) -> None:
         """In the background: recipes to disk, and to an index that forgot them."""

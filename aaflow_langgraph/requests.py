@@ -9,17 +9,18 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from aaflow_langgraph.compose.ladder import again
+from aaflow_langgraph.composer import Composer
 from aaflow_langgraph.engine.sampling import Sampling, choose, log_probability
 from aaflow_langgraph.engine.transformers import TransformersEngine
 from aaflow_langgraph.engine.turns import Extension
-from aaflow_langgraph.errors import Cancelled, ConfigError
+from aaflow_langgraph.errors import Cancelled, ConfigError, NotComposable
 from aaflow_langgraph.generation import TextStream, derive_seed, make_generator
 from aaflow_langgraph.handle import KVHandle, check_label, make_preview
-from aaflow_langgraph.hashing import prefix_id
 from aaflow_langgraph.inflight import InFlight
 from aaflow_langgraph.journal import Journal, Origin, asked_by
 from aaflow_langgraph.model import BLOCK_TOKENS, Operator, Recipe, Span, Turn
@@ -106,10 +107,11 @@ class Requests:
         self._store = store
         self._recipes = recipes
         self._in_flight = InFlight(store.index)
+        self.composer = Composer(engine, recipes)
         self._previews = previews
         self._check_open = check_open
         self._is_closed = is_closed
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
 
     def prefill(
         self,
@@ -121,21 +123,22 @@ class Requests:
         *,
         num_shared: int | None = None,
         text: str = "",
+        anew: bool = False,
     ) -> Prefilled:
-        """Make the KV of ``ids`` exist, publish it, register the recipe."""
+        """Make the KV of ``ids`` exist, publish it, register the recipe; ``anew`` computes it even where it is there."""
         started = time.perf_counter()
         self._engine.check_fits(len(ids))
         if num_shared is None:
             num_shared = parent.stop if parent else 0
-        with self._session(how) as session:
-            begun = self._begin(session, parent, ids, num_shared, 0, how, started, whole=True)
+        with self.session(how) as session:
+            begun = self._begin(session, parent, ids, num_shared, 0, how, started, whole=True, anew=anew)
             if session.position < len(ids):
                 session.prefill(len(ids))
                 session.seal(begun.sequence, len(ids))
             recipe = self._register(parent, begun.sequence, 0, turns, operator, num_shared)
             usage = self._usage(session, len(ids), 0, 0.0, begun, _reuse(session, parent, num_shared))
         self._note(begun, recipe, how, usage, len(ids))
-        return Prefilled(self._handle(recipe, how, text), usage)
+        return Prefilled(self.handle(recipe, how, text), usage)
 
     def stream(
         self,
@@ -159,7 +162,7 @@ class Requests:
         self._engine.check_fits(len(extension.token_ids), sampling.max_tokens)
         generator = make_generator(sampling, lambda: derive_seed(seed_name, extension.token_ids, sampling, seed_path))
         num_prompt = len(extension.token_ids)
-        with self._session(how) as session:
+        with self.session(how) as session:
             begun = self._begin(
                 session, parent, extension.token_ids, extension.num_shared, sampling.max_tokens, how, started
             )
@@ -198,7 +201,7 @@ class Requests:
             )
         self._note(begun, recipe, how, usage, num_prompt - 1)
         yield Generation(
-            handle=self._handle(recipe, how, f"{text} {answer.text}"),
+            handle=self.handle(recipe, how, f"{text} {answer.text}"),
             text=answer.text,
             token_ids=tuple(ids),
             finish_reason="length" if finish == "length" else "stop",
@@ -210,7 +213,7 @@ class Requests:
         """Logits ``[vocab]`` after ``ids``, which begin with the parent's; nothing is published."""
         self._engine.check_fits(len(ids))
         how = How()
-        with self._session(how) as session:
+        with self.session(how) as session:
             self._begin(session, parent, ids, parent.stop, 0, how, 0.0)
             return session.prefill(len(ids))
 
@@ -227,6 +230,7 @@ class Requests:
         started: float,
         *,
         whole: bool = False,
+        anew: bool = False,
     ) -> _Begun:
         """Start a session over ``ids``; rebuild the parent's KV first, as an extent of its own, when it is gone.
 
@@ -234,13 +238,22 @@ class Requests:
         """
         self._check_open()
         base = self._recipes.sequence(parent.kv_id) if parent else TokenSequence((), ())
-        sequence = self._store.sequence(ids, base.hashes[: num_shared // BLOCK_TOKENS])
+        if parent and num_shared < parent.stop:
+            # Nothing goes on behind a part of what was composed: from its beginning on, tokens are computed.
+            num_shared = min([num_shared, *(joint.start for joint in base.joints)])
+            base = replace(base, joints=())
+        sequence = self._store.sequence(ids, base.hashes[: num_shared // BLOCK_TOKENS], base.joints)
+        if how.deterministic and parent and not self._recipes.is_exact(parent) and sequence.joints:
+            raise NotComposable(
+                f"handle {parent.kv_id[:12]} was composed approximately, so no run without a cache equals it bit for bit: read "
+                "its exact composition, broker.exact(handle), or leave deterministic out"
+            )
         nearest = self._recipes.nearest(sequence)
         begun = _Begun(sequence, nearest, self._recipes.num_computed(nearest), started, asked_by())
         borders = self._recipes.borders(parent) if parent else ()
         limit = len(ids) if whole else len(ids) - 1
         expected = min(num_new, BLOCK_TOKENS)
-        if not how.kv:
+        if not how.kv or anew:
             session.begin(sequence, 0, (), expected)
             return begun
         if how.deterministic:
@@ -248,25 +261,77 @@ class Requests:
             session.begin(sequence, limit, borders, expected)
             return begun
         if parent and num_shared < parent.stop:
-            session.begin_beside(sequence, limit, base, num_shared, borders, expected)
+            session.begin_beside(sequence, limit, self._recipes.sequence(parent.kv_id), num_shared, borders, expected)
             self._claim(session, sequence, limit, borders, expected)
             return begun
         needed = min(parent.stop - parent.num_pending, num_shared, limit) if parent else 0
         if parent and needed:
-            session.claim = self._in_flight.unless_done(
-                parent.kv_id, lambda: self._store.covered(sequence, needed, borders) >= needed, session.tick
-            )
-            reused = session.begin(sequence, limit, borders, expected)
-            if reused < needed:
-                session.prefill(needed)
-                session.split(len(ids) - needed + expected)
-                begun.num_recomputed = needed - reused
-            session.end_claim()
+            begun.num_recomputed = self.cover(session, parent, sequence, needed, limit, borders, expected)
         else:
             session.begin(sequence, limit, borders, expected)
         if not begun.num_recomputed:
             self._claim(session, sequence, limit, borders, expected)
         return begun
+
+    def cover(
+        self,
+        session: Session,
+        parent: Recipe,
+        sequence: TokenSequence,
+        needed: int,
+        limit: int,
+        borders: Sequence[int],
+        expected: int,
+    ) -> int:
+        """Begin behind at least ``needed`` tokens of a parent; how many of them had to be computed again."""
+        session.claim = self._in_flight.unless_done(
+            parent.kv_id, lambda: self._store.covered(sequence, needed, borders) >= needed, session.tick
+        )
+        reused = session.begin(sequence, limit, borders, expected)
+        if reused < needed:
+            self._recompute(session, parent, sequence, needed, borders, expected)
+            session.split(len(sequence.token_ids) - needed + expected)
+        session.end_claim()
+        return max(0, needed - reused)
+
+    def _recompute(
+        self,
+        session: Session,
+        parent: Recipe,
+        sequence: TokenSequence,
+        needed: int,
+        borders: Sequence[int],
+        expected: int,
+    ) -> None:
+        """Make the KV of a parent again: prefilled, and composed where it had been composed."""
+        for step in self._recipes.parents(parent):
+            made = step.composition
+            if made is None or step.stop <= session.position:
+                continue
+            if step.start < session.position:  # a part of it is there: it is made as a whole
+                session.close()
+                session.begin(sequence, step.start, borders, expected)
+            if session.position < step.start:
+                session.prefill(step.start)
+            self.composer.fill(
+                session,
+                sequence.token_ids[: step.stop],
+                made.copied,
+                self.whole,
+                lambda work, made=made: again(work, made.rung, made.k, made.r),  # type: ignore[misc]
+            )
+        if session.position < needed:
+            session.prefill(needed)
+
+    @contextmanager
+    def whole(self, recipe: Recipe) -> Iterator[Session]:
+        """A session that stands behind the last token of a recipe."""
+        sequence, borders = self._recipes.sequence(recipe.kv_id), self._recipes.borders(recipe)
+        with self.session(How()) as session:
+            self.cover(session, recipe, sequence, recipe.stop - recipe.num_pending, recipe.stop, borders, 0)
+            if session.position < recipe.stop:
+                session.prefill(recipe.stop)
+            yield session
 
     def _claim(
         self, session: Session, sequence: TokenSequence, limit: int, borders: Sequence[int], expected: int
@@ -287,7 +352,8 @@ class Requests:
                 return  # what was published cannot be read here: compute it
 
     @contextmanager
-    def _session(self, how: How) -> Iterator[Session]:
+    def session(self, how: How) -> Iterator[Session]:
+        """A session that stops when the broker is closed or the request cancelled; what it lost on the way is counted."""
         cancel = how.cancel
 
         def tick() -> None:
@@ -301,7 +367,7 @@ class Requests:
             with session:
                 yield session
         finally:
-            with self._lock:
+            with self.lock:
                 self.counts.failures += session.num_failures
 
     def _seal_generation(
@@ -323,7 +389,7 @@ class Requests:
         ids += tuple(end_of_turn(ids, turns))
         kept = sum(1 for _ in _equal_front(content, decoded))
         computed = min(session.position, len(prompt_ids) + kept)
-        sequence = self._store.sequence(ids, prompted.hashes)
+        sequence = self._store.sequence(ids, prompted.hashes, prompted.joints)
         session.seal(sequence, computed)
         return self._register(parent, sequence, len(ids) - computed, turns, "generate", extension.num_shared)
 
@@ -338,7 +404,7 @@ class Requests:
     ) -> Recipe:
         """Make the recipe and keep it."""
         ids = sequence.token_ids
-        name = prefix_id(self._namespace, ids, len(ids), sequence.hashes)
+        name = self._store.name(sequence, len(ids))
         # Behind a rewritten turn the parent's tokens are not a prefix any more: the recipe then stands alone.
         whole = parent is None or num_shared < parent.stop or parent.kv_id == name
         start = 0 if whole or parent is None else parent.stop
@@ -355,11 +421,13 @@ class Requests:
         self._recipes.keep(recipe, sequence)
         return recipe
 
-    def _handle(self, recipe: Recipe, how: How, text: str) -> KVHandle:
+    def handle(self, recipe: Recipe, how: How, text: str) -> KVHandle:
+        """The handle of a recipe; ``text`` is for its preview."""
         return KVHandle(
             kv_id=recipe.kv_id,
             kv_namespace=self._namespace,
             kv_tokens=recipe.stop,
+            kv_exact=self._recipes.is_exact(recipe),
             kv_label=how.label,
             kv_preview=make_preview(text) if self._previews else "",
         )
@@ -369,7 +437,7 @@ class Requests:
     ) -> Usage:
         total = time.perf_counter() - begun.started
         num_reused = min(session.num_reused, num_context)
-        with self._lock:
+        with self.lock:
             self.counts.reused += num_reused
             self.counts.prefilled += num_context - num_reused
             self.counts.decoded += num_decoded

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+import json
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal
 
+from aaflow_langgraph.errors import IntegrityError
 from aaflow_langgraph.handle import KVHandle
 
 Reuse = Literal["handle", "blocks", "common-prefix", "none"]
@@ -40,6 +42,111 @@ class Prefilled:
 
     handle: KVHandle
     usage: Usage
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """The next-token distribution behind a composite against that behind the same tokens computed densely.
+
+    Attributes:
+        kl: Kullback-Leibler divergence of the composite's from the dense one, in nats.
+        top1: Is the most likely token the same?
+        kl_control_other: The same divergence with another example's KV of the same shape in the copied tokens' place.
+        kl_control_zeroed: With zeroes in their place.
+        kl_control_random: With noise of the same spread in their place. Where the controls are as small as ``kl``, the copied
+            KV carries nothing that the next token depends on, and ``kl`` says nothing.
+    """
+
+    kl: float
+    top1: bool
+    kl_control_other: float
+    kl_control_zeroed: float
+    kl_control_random: float
+
+
+@dataclass(frozen=True, slots=True)
+class ComposeReport:
+    """How a composite was materialised.
+
+    Deviation is the relative distance of a token's values at the check layer (layer 1) from what they would be had the
+    token been computed in its new context: a proxy that is cheap to measure, not a bound on the output. It is taken over
+    tokens that were left as they were moved.
+
+    Attributes:
+        rung: What was done: ``"prefix"``, ``"suffix"``, ``"legolink"``, ``"blend"`` or ``"dense"``.
+        requested: The rung that was asked for.
+        k: For legolink: tokens recomputed at the front of each segment but the first.
+        r: For blend: share of the moved tokens that was recomputed.
+        exact: Did no approximate rung take part, here and in the first segment?
+        gate: Why it was made exact although an approximate one was allowed; else empty.
+        num_segments: Segments joined.
+        num_tokens: Tokens of the composite.
+        num_shared: Of these in the first segment: read where they lie.
+        num_reused: Of the others, tokens whose KV was moved and kept.
+        num_recomputed: Of the others, tokens that were run through the model.
+        num_checked: Tokens that the deviation was measured over.
+        deviation_max: Largest deviation among them.
+        deviation_mean: Mean deviation.
+        deviation_share: Share of them above ``threshold``.
+        threshold: ``max_deviation`` of the request, or 0.5.
+        num_bytes: Bytes of KV that were written.
+        seconds: How long it took.
+        predicted_s: Predicted seconds of every rung that was possible, by name.
+        audit: See ``Audit``; None unless it was asked for.
+    """
+
+    rung: str
+    requested: str
+    k: int
+    r: float
+    exact: bool
+    num_segments: int
+    num_tokens: int
+    num_shared: int
+    num_reused: int
+    num_recomputed: int
+    num_bytes: int
+    seconds: float
+    gate: str = ""
+    num_checked: int = 0
+    deviation_max: float = 0.0
+    deviation_mean: float = 0.0
+    deviation_share: float = 0.0
+    threshold: float = 0.5
+    predicted_s: dict[str, float] = field(default_factory=dict)
+    audit: Audit | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON."""
+        return asdict(self)
+
+    def to_json(self) -> str:
+        """As text, for the recipe."""
+        return json.dumps(self.to_dict(), separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> ComposeReport:
+        """The report of a recipe.
+
+        Raises:
+            IntegrityError: It is none. Way out: fail.
+        """
+        try:
+            stored = json.loads(text)
+            known = {item.name: stored[item.name] for item in fields(cls) if item.name in stored}
+            if known.get("audit") is not None:
+                known["audit"] = Audit(**known["audit"])
+            return cls(**known)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise IntegrityError(f"no report of a compose: {error!r:.100}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Composed:
+    """A handle of segments that were joined, and how that went."""
+
+    handle: KVHandle
+    report: ComposeReport
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from aaflow_langgraph.engine.base import GRID_TOKENS, Engine, Piece, Run, chunk_spans
+from aaflow_langgraph.engine.mixed import Mixed
 from aaflow_langgraph.errors import LeaseExpired
 from aaflow_langgraph.index.base import ExtentRecord, Match
 from aaflow_langgraph.inflight import Claim
@@ -156,6 +157,43 @@ class Session:
         self._prefilled_stop = stop
         return logits
 
+    def fill(self, stop: int, write: Callable[[Mixed], None]) -> None:
+        """Let ``write`` put the KV of the tokens from the current position to ``stop`` into the tail. It is called again when
+        what it read was lost meanwhile, and may raise ``LeaseExpired`` to say so itself.
+        """
+        tail = self._live_tail
+        length = tail.length
+        while True:
+            self.tick()
+            tail.ensure(stop - tail.start)
+            try:
+                write(Mixed(tuple(self._pieces), tail.kv[..., : stop - tail.start, :], tail.start))
+                self.verify()
+                break
+            except LeaseExpired:
+                self.num_failures += 1
+                tail.length = length
+                self._rebuild(tail)
+        tail.length = stop - tail.start
+        self._grid = None
+        self._run = self._engine.start(self._pieces, tail, grid=None)
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """Everything in front of the current position, without gaps. Prove with ``verify`` that what was read was that."""
+        tail = self._live_tail
+        own = [Piece(tail.kv[..., : tail.length, :], tail.start, self.position)] if tail.length else []
+        return [*self._pieces, *own]
+
+    def verify(self) -> None:
+        """Make sure that everything read so far was what it was taken for.
+
+        Raises:
+            LeaseExpired: It was not. Way out: read again.
+        """
+        for held in self._held:
+            self._store.verify(held.receipt, held.records)
+
     def decode(self, token_id: int) -> torch.Tensor:
         """Run one generated token; logits after it."""
         return self._guarded(lambda run: run.decode(token_id))
@@ -231,8 +269,7 @@ class Session:
                 raise ValueError("the session is not running")
             logits = forward(self._run)
             try:
-                for held in self._held:
-                    self._store.verify(held.receipt, held.records)
+                self.verify()
                 return logits
             except LeaseExpired:
                 self.num_failures += 1

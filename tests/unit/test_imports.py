@@ -32,11 +32,11 @@ ROWS: tuple[frozenset[str], ...] = (
             "_gguf",
         }
     ),
-    frozenset({"index", "pool", "engine", "evict"}),
+    frozenset({"index", "pool", "engine", "evict", "compose"}),
     frozenset(
         {
             *("broker", "generation", "inflight", "journal", "keeper", "lease", "movements", "nearest", "recipes"),
-            *("requests", "session", "store", "tail"),
+            *("requests", "session", "store", "tail", "composer", "composing"),
         }
     ),
     frozenset({"graph", "checkpoint", "chat", "testing", "bench", "inspection", "metrics", "explain", "lint"}),
@@ -56,7 +56,17 @@ NEIGHBOURS = frozenset(
         ("composite", "hashing"),
         ("results", "handle"),
         ("assets", "_wheel"),
+        ("results", "errors"),
         ("index", "evict"),
+        ("compose", "engine"),
+        ("broker", "composing"),
+        ("composing", "journal"),
+        ("composing", "recipes"),
+        ("composing", "requests"),
+        ("composing", "store"),
+        ("composer", "recipes"),
+        ("composer", "session"),
+        ("requests", "composer"),
         ("index", "pool"),
         ("pool", "evict"),
         ("broker", "journal"),
