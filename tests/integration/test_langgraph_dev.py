@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
 import re
-import signal
-import socket
-import subprocess
-import sys
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from langgraph_sdk import get_sync_client
 from langgraph_sdk.client import SyncLangGraphClient
 from langgraph_sdk.errors import NotFoundError
 
 from tests import tiny
+from tests.dev_server import DevServer, needs_langgraph_dev
 from tests.servers import until
 
-_MISSING = [name for name in ("langgraph_cli", "langgraph_api") if importlib.util.find_spec(name) is None]
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(bool(_MISSING), reason=f"needs {', '.join(_MISSING)}: pip install 'langgraph-cli[inmem]'"),
-]
+pytestmark = [pytest.mark.slow, needs_langgraph_dev]
 
 FILES = {
     "langgraph.json": json.dumps(
@@ -44,12 +31,14 @@ FILES = {
 from aaflow_langgraph import KVBroker
 
 broker = KVBroker.open("model", pool_bytes=64 << 20)
+savers = []
 """,
     "studio.py": """
 import asyncio
 import time
+from contextlib import asynccontextmanager
 from dataclasses import asdict
-from typing import Annotated, TypedDict
+from typing import Annotated
 
 from blockbuster import BlockingError
 from langgraph.graph import START, StateGraph
@@ -57,9 +46,10 @@ from langgraph.types import interrupt
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 from starlette.routing import Route
+from typing_extensions import TypedDict
 
 from aaflow_langgraph import KVChannel, KVCheckpointSaver, KVHandle, Sampling, generate_node, prefill_node
-from kv import broker
+from kv import broker, savers
 
 
 class State(TypedDict, total=False):
@@ -101,85 +91,22 @@ builder.add_edge("confirm", "answer")
 graph = builder.compile()
 
 
-def checkpointer():
-    return KVCheckpointSaver.local("checkpoints", broker)
+@asynccontextmanager
+async def checkpointer():
+    async with KVCheckpointSaver.local("checkpoints", broker) as saver:
+        savers.append(saver)
+        yield saver
 
 
 async def counters(request):
-    return JSONResponse(asdict(broker.stats()))
+    kept = await asyncio.to_thread(savers[-1].stats)
+    beside = {"num_recipes": kept.manifest.num_recipes, "kept_bytes": kept.tensor_bytes}
+    return JSONResponse(asdict(broker.stats()) | beside)
 
 
 app = Starlette(routes=[Route("/kv", counters)])
 """,
 }
-
-
-class DevServer:
-    """``langgraph dev`` on a project."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.log = folder / "log"
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}"
-        command = [
-            str(Path(sys.executable).with_name("langgraph")),
-            "dev",
-            "--config",
-            "langgraph.json",
-            "--no-browser",
-        ]
-        command += ["--no-reload", "--n-jobs-per-worker", "4", "--host", "127.0.0.1", "--port", str(port)]
-        settings = {"LANGSMITH_TRACING": "false", "LANGGRAPH_CLI_NO_ANALYTICS": "1", "LOG_COLOR": "false"}
-        with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                command,
-                cwd=self.folder,
-                env={**os.environ, **settings},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-            )
-        until(self._answers, f"the server starts; see {self.log}", timeout_s=60)
-        self.client = get_sync_client(url=self.url)
-
-    def stop(self) -> None:
-        """As Ctrl-C does."""
-        assert self._process is not None
-        self.client.http.client.close()
-        self._process.send_signal(signal.SIGINT)
-        self._process.wait(timeout=30)
-
-    def kill(self) -> None:
-        if self._process is not None and self._process.poll() is None:
-            self._process.kill()
-            self._process.wait()
-
-    def counters(self) -> dict[str, int]:
-        with urllib.request.urlopen(f"{self.url}/kv") as answer:
-            found: dict[str, int] = json.load(answer)
-        return found
-
-    def complaints(self) -> list[str]:
-        """Errors, and warnings of ours, in the server's log."""
-        lines = re.sub(r"\x1b\[[0-9;]*m", "", self.log.read_text(errors="replace")).splitlines()
-        return [
-            line for line in lines if re.search(r"\[(error|critical) |Traceback|[Bb]locking|aaflow_langgraph\]", line)
-        ]
-
-    def _answers(self) -> bool:
-        assert self._process is not None
-        assert self._process.poll() is None, self.log.read_text(errors="replace")
-        try:
-            with urllib.request.urlopen(f"{self.url}/ok"):
-                return True
-        except (urllib.error.URLError, ConnectionError):
-            return False
 
 
 @pytest.fixture(scope="module")
@@ -260,6 +187,78 @@ def test_history_replay_fork_and_an_edit(dev: DevServer, client: SyncLangGraphCl
     assert edited["chat"]["kv_tokens"] > first["chat"]["kv_tokens"]
 
 
+def test_studio_gets_a_schema_in_which_handles_are_objects(client: SyncLangGraphClient) -> None:
+    (assistant,) = client.assistants.search()
+    schemas = client.assistants.get_schemas(assistant["assistant_id"])
+    state: Any = schemas["state_schema"]
+    handle = state["$defs"]["KVHandle"]
+    assert state["properties"]["docs"]["$ref"] == "#/$defs/KVHandle"
+    assert {name: field["type"] for name, field in handle["properties"].items()} == {
+        "kv_id": "string",
+        "kv_namespace": "string",
+        "kv_tokens": "integer",
+        "kv_exact": "boolean",
+        "kv_label": "string",
+        "kv_preview": "string",
+    }
+    assert handle["required"] == ["kv_id", "kv_namespace", "kv_tokens"]
+
+
+def garbage_for(handle: dict[str, Any]) -> list[tuple[Any, str]]:
+    """What can be typed into a JSON editor in place of a handle, and what is said of it."""
+    return [
+        ("garbage", "a handle was expected, got str"),
+        (7, "a handle was expected, got int"),
+        ([handle], "a handle was expected, got list"),
+        ({}, "a dict that is no handle: missing kv_id, kv_namespace, kv_tokens, 0 unknown fields"),
+        ({**handle, "secret": "s3cr3t"}, "a dict that is no handle: missing nothing, 1 unknown fields"),
+        ({**handle, "kv_id": "../../etc/passwd"}, "kv_id must be 64 lower-case hex digits"),
+        ({**handle, "kv_tokens": -1}, "kv_tokens must be an int in [1, 2147483648)"),
+        ({**handle, "kv_tokens": True}, "kv_tokens must be an int in [1, 2147483648)"),
+        ({**handle, "kv_label": "x" * 10_000}, "kv_label must be Unicode text of at most 64 characters"),
+    ]
+
+
+def test_garbage_in_the_json_editor_keeps_the_handle_and_says_why(dev: DevServer, client: SyncLangGraphClient) -> None:
+    thread = new_thread(client)
+    first = ask(client, thread, "What has Norway?")
+    for garbage, reason in garbage_for(first["docs"]):
+        client.threads.update_state(thread, {"docs": garbage}, as_node="read")
+        assert client.threads.get_state(thread)["values"]["docs"] == first["docs"]
+        said = "\n".join(dev.forgive())
+        assert f"state key 'docs' keeps {first['docs']['kv_id'][:12]}, the value written is not taken: {reason}" in said
+        assert not re.search("Traceback|s3cr3t|passwd", said)
+    client.threads.update_state(thread, {"docs": None}, as_node="read")
+    again = client.runs.wait(thread, "asking", input=None)
+    assert (again["docs"], again["chat"]) == (first["docs"], first["chat"])
+
+
+@pytest.mark.parametrize(
+    ("forgery", "error"),
+    [
+        ({"kv_id": "ab" * 32}, "RecipeMissing"),
+        ({"kv_namespace": "cd" * 32}, "IncompatibleHandle"),
+        ({"kv_tokens": 3}, "IncompatibleHandle"),
+    ],
+    ids=["id", "namespace", "count"],
+)
+def test_a_forged_handle_fails_its_run_by_name_and_the_thread_goes_on_from_a_good_one(
+    forgery: dict[str, Any], error: str, dev: DevServer, client: SyncLangGraphClient
+) -> None:
+    thread = new_thread(client)
+    first = ask(client, thread, "What has Norway?")
+    client.threads.update_state(thread, {"docs": {**first["docs"], **forgery}}, as_node="read")
+    for _ in range(2):
+        with pytest.raises(Exception, match=error):
+            client.runs.wait(thread, "asking", input=None)
+    assert client.threads.get_state(thread)["values"]["answer"] == first["answer"], "the state can be read"
+    assert len(client.threads.get_history(thread)) > 4
+    client.threads.update_state(thread, {"docs": first["docs"]}, as_node="read")
+    healed = client.runs.wait(thread, "asking", input=None)
+    assert (healed["docs"], healed["chat"]) == (first["docs"], first["chat"])
+    assert error in "\n".join(dev.forgive())
+
+
 def test_an_interrupt_is_resumed_on_the_kv_of_before(dev: DevServer, client: SyncLangGraphClient) -> None:
     thread = new_thread(client)
     ask(client, thread, "What is there to see?", asks=True, place="Oslo")
@@ -299,7 +298,9 @@ def test_a_run_that_is_rolled_back_leaves_the_thread_as_it_was(client: SyncLangG
     assert ask(client, thread, "What has Iceland?", place="Iceland") == first
 
 
-def test_a_restarted_server_prefills_nothing_again(dev: DevServer, client: SyncLangGraphClient) -> None:
+def test_a_restarted_server_prefills_nothing_again_and_keeps_no_byte_of_deleted_threads(
+    dev: DevServer, client: SyncLangGraphClient
+) -> None:
     thread = new_thread(client)
     ask(client, thread, "What has Finland?", place="Finland", asks=True)
     docs = client.threads.get_state(thread)["values"]["docs"]
@@ -310,5 +311,15 @@ def test_a_restarted_server_prefills_nothing_again(dev: DevServer, client: SyncL
     assert done["docs"] == docs
     after = dev.counters()
     assert after["num_recomputed_tokens"] == 0
-    assert after["num_prefilled_tokens"] < 60 < docs["kv_tokens"]
+    assert after["num_prefilled_tokens"] + after["num_decoded_tokens"] <= done["chat"]["kv_tokens"] - docs["kv_tokens"]
     assert after["num_fetches"] > 0
+    undisturbed = ask(dev.client, new_thread(dev.client), "What has Finland?", place="Finland")
+    assert (done["chat"], done["answer"]) == (undisturbed["chat"], undisturbed["answer"])
+
+    assert dev.counters()["kept_bytes"] > 0
+    for found in dev.client.threads.search(limit=1000):
+        dev.client.threads.delete(found["thread_id"])
+    counters = dev.counters()
+    assert (counters["num_recipes"], counters["kept_bytes"]) == (0, 0)
+    (beside,) = (dev.folder / "checkpoints").glob("*.kv")
+    assert list(beside.rglob("*.safetensors")) == []
