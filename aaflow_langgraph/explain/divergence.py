@@ -131,6 +131,14 @@ def divergence(asked: Prompt, known: Prompt, decode: Decode, *, same_asker: bool
     )
 
 
+def covers_earlier_turns(prompt: Prompt, num_shared: int, decode: Decode) -> bool:
+    """Are the first ``num_shared`` tokens all that comes before the last turn?"""
+    turns = [turn for turn in prompt.turns if turn.content.start < len(prompt.token_ids)]
+    if turns:
+        return len(turns) == 1 or turns[-2].content.stop <= num_shared
+    return len([role for role in _HEADER.findall(decode(prompt.token_ids[num_shared:])) if not _answers(role)]) == 1
+
+
 def _cause(
     asked: Prompt,
     known: Prompt,
@@ -224,8 +232,12 @@ def _turn_at(prompt: Prompt, at: int, decode: Decode) -> tuple[str, bool]:
     headers = _HEADER.findall(decode(prompt.token_ids[max(0, at - _AHEAD_TOKENS) : at]))
     # Behind it come the rest of its own turn and, as a rule, the header of the answer.
     behind = _HEADER.findall(decode(prompt.token_ids[at : at + 4 * _AHEAD_TOKENS]))
-    asks = [role for role in behind if role not in ("assistant", "model")]
-    return (headers[-1] if headers else ""), not asks
+    return (headers[-1] if headers else ""), all(map(_answers, behind))
+
+
+def _answers(role: str) -> bool:
+    """Is it the model's own role?"""
+    return role in ("assistant", "model")
 
 
 def _piece(prompt: Prompt, at: int) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from aaflow_langgraph.broker import KVBroker
 from aaflow_langgraph.errors import ConfigError
-from aaflow_langgraph.explain.divergence import Divergence, Prompt, divergence
+from aaflow_langgraph.explain.divergence import Divergence, Prompt, divergence, covers_earlier_turns
 from aaflow_langgraph.explain.elsewhere import (
     Elsewhere,
     cause_of,
@@ -163,11 +163,15 @@ class Explainer:
     def _divergence(self, entry: Entry, asked: Prompt) -> tuple[_Known, Divergence] | None:
         """The surest one among the handles that this prompt could have gone on from."""
         found: list[tuple[_Known, Divergence]] = []
+        covered = covers_earlier_turns(asked, entry.num_nearest, self._decoded)
         for known in self._candidates(entry):
             where = divergence(asked, known.prompt, self._decoded, same_asker=known.node == entry.node)
             if where is None:
                 continue
-            if _is_expected(where, _num_behind(entry, known, where)):
+            # Where all earlier turns could be reused, what another conversation said in them does not matter.
+            if (covered and where.position < entry.num_nearest) or _is_expected(
+                where, _num_behind(entry, known, where)
+            ):
                 where = replace(where, cause="none")
             found.append((known, where))
         blamed = [one for one in found if one[1].cause != "none"]

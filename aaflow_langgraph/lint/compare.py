@@ -24,7 +24,7 @@ def within_one_run(brokers: Sequence[KVBroker]) -> list[PrefixBreak]:
         others = [other for other in brokers if other.namespace.digest != broker.namespace.digest]
         explainer = Explainer(broker, others, text=True)
         for report in map(explainer.report, broker.journal.entries()):
-            if report.is_miss:
+            if report.is_miss and report.cause != "off":  # kv=False is meant
                 found.append(
                     PrefixBreak(
                         source=report.source,
@@ -66,32 +66,31 @@ def between_starts(
 
 
 def without_room(rooms: Mapping[KVBroker, Room]) -> list[PrefixBreak]:
-    """Does what one run computes fit into the pool? If not, and no disk is below, a part of it is evicted before its time."""
+    """Does what one run computes fit into the pool? Without a disk below, what it reuses may be evicted before, if not."""
     found = []
     for broker, room in rooms.items():
         num_bytes = 0
         for entry in () if room.has_disk else broker.journal.entries():
             num_new = entry.num_context - entry.num_reused + entry.num_decoded
-            num_bytes += num_new * room.token_bytes
-            if num_bytes <= room.pool_bytes:
-                continue
-            found.append(
-                PrefixBreak(
-                    source="",
-                    node=entry.node or entry.label,
-                    cause="evicted",
-                    why=(
-                        f"one run up to here makes {num_bytes:,} bytes of KV ({room.token_bytes:,} a token), the pool has "
-                        f"{room.pool_bytes:,}: some of it is evicted while it is still needed"
-                    ),
-                    mend=mend_of("evicted"),
-                    num_lost=-(-(num_bytes - room.pool_bytes) // room.token_bytes),
-                    num_context=entry.num_context,
-                    seen="run",
-                    difference=None,
+            if num_bytes > room.pool_bytes and entry.num_reused:
+                found.append(
+                    PrefixBreak(
+                        source="",
+                        node=entry.node or entry.label,
+                        cause="evicted",
+                        why=(
+                            f"the run up to here makes {num_bytes:,} bytes of KV ({room.token_bytes:,} a token), the pool "
+                            f"has {room.pool_bytes:,}: the {entry.num_reused:,} tokens that this reuses may be gone"
+                        ),
+                        mend=mend_of("evicted"),
+                        num_lost=entry.num_reused,
+                        num_context=entry.num_context,
+                        seen="run",
+                        difference=None,
+                    )
                 )
-            )
-            break
+                break
+            num_bytes += num_new * room.token_bytes
     return found
 
 

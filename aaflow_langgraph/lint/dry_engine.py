@@ -19,7 +19,7 @@ from aaflow_langgraph.model import KVLayout, Namespace
 
 ANSWER = "That is all there is to say about it."
 _THINKS = "</think>"
-_REASONING = "<think>\nWhat was asked is clear.\n</think>\n\n"
+_REASONING = "<think>\nYes.\n</think>\n\n"
 _TAG = re.compile(r"(<[^<>\s]+>|\[/?[A-Z_]+\])")
 
 # As small as a layout can be: what is kept is never read.
