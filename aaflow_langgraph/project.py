@@ -5,6 +5,7 @@ Knows the files of ``templates/studio`` and the file system. Knows no model and 
 
 from __future__ import annotations
 
+import os
 from importlib.resources import files
 from pathlib import Path
 from string import Template
@@ -22,7 +23,7 @@ def write_project(folder: Path) -> tuple[Path, ...]:
     Raises:
         ConfigError: ``folder`` is no directory, has something in it, or cannot be written. Way out: fail; name another.
     """
-    name = folder.resolve().name
+    name = Path(os.path.abspath(folder)).name
     if not name or not name.isprintable():
         raise ConfigError(f"{str(folder)!r} gives the project no name that can be shown; name a new directory")
     try:

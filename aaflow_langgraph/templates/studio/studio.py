@@ -3,7 +3,13 @@
 from kv import HERE, broker
 
 from aaflow_langgraph import KVCheckpointSaver
+from aaflow_langgraph.studio import inspector_app
+
+CHECKPOINTS = HERE / "checkpoints"
 
 
 def checkpointer():
-    return KVCheckpointSaver.local(HERE / "checkpoints", broker)
+    return KVCheckpointSaver.local(CHECKPOINTS, broker)
+
+
+app = inspector_app(broker, CHECKPOINTS)
