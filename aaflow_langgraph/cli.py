@@ -112,6 +112,16 @@ def _parser() -> argparse.ArgumentParser:
         "--ignore", action="append", default=[], metavar="CAUSE", help="a cause that is meant to be; may be repeated"
     )
     lint.add_argument("--json", action="store_true", help="one JSON document")
+    studio = commands.add_parser("studio", help="the inspector page, for this machine, over what others left or share")
+    studio.add_argument("--index", default="memory://", metavar="URL", help="as passed to KVBroker.open")
+    studio.add_argument("--disk", default=None, metavar="DIR", help="as passed to KVBroker.open")
+    studio.add_argument(
+        "--checkpoints", default=None, metavar="PATH", help="as passed to KVCheckpointSaver.local, or its directory="
+    )
+    studio.add_argument("--model", default=None, help="hub id or directory: show text, too, not only token ids")
+    studio.add_argument("--host", default="127.0.0.1", help="an address of this machine alone (default 127.0.0.1)")
+    studio.add_argument("--port", type=_count, default=8155, help="default 8155")
+    studio.add_argument("--metadata-only", action="store_true", help="send no token ids and no text to the page")
     new = commands.add_parser("new", help="write a project that langgraph dev runs, with KV handles in its state")
     new.add_argument("directory", metavar="DIR", type=_named, help="a directory that is new or empty")
     return parser
@@ -153,6 +163,26 @@ def _add_inspection(commands: argparse._SubParsersAction[argparse.ArgumentParser
     history.add_argument("--model", default=None, help="hub id or directory: show text, too, not only token ids")
     for command in (check, gc, history):
         command.add_argument("--json", action="store_true", help="one JSON document")
+
+
+def _studio(arguments: argparse.Namespace) -> int:
+    from importlib.util import find_spec
+
+    from aaflow_langgraph.errors import ConfigError
+
+    if missing := [name for name in ("starlette", "uvicorn") if find_spec(name) is None]:
+        raise ConfigError(f"the inspector needs {' and '.join(missing)}: pip install 'aaflow-langgraph[studio]'")
+    from aaflow_langgraph.studio.serve import serve
+
+    return serve(
+        arguments.index,
+        arguments.disk,
+        arguments.checkpoints,
+        model=arguments.model,
+        host=arguments.host,
+        port=arguments.port,
+        metadata_only=arguments.metadata_only,
+    )
 
 
 def _new(arguments: argparse.Namespace) -> int:
@@ -333,4 +363,5 @@ _COMMANDS = {
     "history": _history,
     "lint": _lint,
     "new": _new,
+    "studio": _studio,
 }

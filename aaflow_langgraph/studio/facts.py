@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from aaflow_langgraph.errors import RecipeMissing
 from aaflow_langgraph.index.base import ExtentRecord
 from aaflow_langgraph.journal import Entry
 from aaflow_langgraph.model import Recipe
@@ -35,6 +36,23 @@ class Facts:
     threads: Mapping[str, Set[str]] = field(default_factory=dict)
 
 
+def tokens_along(recipes: Mapping[str, Recipe], kv_id: str) -> tuple[int, ...]:
+    """All tokens of a handle, put together along its parents.
+
+    Raises:
+        RecipeMissing: One of them is not there. Way out: fail.
+    """
+    parts: list[tuple[int, ...]] = []
+    at: str | None = kv_id
+    while at is not None:
+        recipe = recipes.get(at)
+        if recipe is None or len(parts) > len(recipes):
+            raise RecipeMissing(f"the tokens of handle {kv_id[:12]} are not known: recipe {at[:12]} is not there")
+        parts.append(recipe.token_ids)
+        at = recipe.parent
+    return tuple(token for part in reversed(parts) for token in part)
+
+
 class Source(Protocol):
     """Where facts come from. Every method may block and may be called from any thread."""
 
@@ -50,13 +68,6 @@ class Source(Protocol):
 
     def names_of(self, recipe: Recipe) -> Sequence[str]:
         """By which names the extents are known that a recipe adds to its parent."""
-
-    def token_ids(self, kv_id: str) -> tuple[int, ...]:
-        """All tokens of a known handle.
-
-        Raises:
-            RecipeMissing: It is not known.
-        """
 
     def decode(self, token_ids: Sequence[int]) -> str | None:
         """Their text; None where there is no tokenizer."""

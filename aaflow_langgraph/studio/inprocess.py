@@ -72,10 +72,6 @@ class InProcess:
         """As the broker names them."""
         return self._broker.names_of(recipe)
 
-    def token_ids(self, kv_id: str) -> tuple[int, ...]:
-        """From the broker's recipes."""
-        return self._broker.tokens_of(kv_id)
-
     def decode(self, token_ids: Sequence[int]) -> str | None:
         """By the broker's tokenizer; special tokens left out."""
         return self._broker.engine.frame.decode(token_ids)

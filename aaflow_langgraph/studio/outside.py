@@ -22,7 +22,7 @@ from aaflow_langgraph.inspection.history import tokenizer_of
 from aaflow_langgraph.inspection.view import MEMORY, Outside, document, file_of
 from aaflow_langgraph.model import BLOCK_TOKENS, Recipe
 from aaflow_langgraph.pool.inventory import Inventory
-from aaflow_langgraph.studio.facts import Facts
+from aaflow_langgraph.studio.facts import Facts, tokens_along
 
 LOOK_S = 3.0
 """So long a look is good for: it reads directories and whole indexes."""
@@ -62,6 +62,7 @@ class FromOutside:
         self._looked_s = -LOOK_S - 1
         self._facts = Facts({}, ())
         self._pools: list[dict[str, Any]] = []
+        self._files = {"num_extents": 0, "num_recipes": 0, "num_bytes": 0}
         self._problem = ""
         self._recipes: dict[str, Recipe] = {}
         self._decode = None if model is None else tokenizer_of(model)
@@ -110,6 +111,7 @@ class FromOutside:
                 "problem": self._problem,
                 "looks_at": self._named | {"index": (self._named["index"] or "").partition("://")[0]},
                 "pools": self._pools,
+                "files": self._files,
                 "num_handles": len(self._facts.recipes),
                 "num_requests": 0,
                 "num_movements": 0,
@@ -121,7 +123,7 @@ class FromOutside:
     def names_of(self, recipe: Recipe) -> Sequence[str]:
         """As ``RecipeBook`` names them, hashed here."""
         with self._lock:
-            ids = self.token_ids(recipe.kv_id)
+            ids = tokens_along(self._recipes, recipe.kv_id)
         hashes = block_hashes(recipe.namespace, ids)
         stops = {recipe.stop - recipe.num_pending, recipe.stop}
         if recipe.operator == "generate" and recipe.turns:
@@ -129,18 +131,6 @@ class FromOutside:
         inside = [stop for stop in sorted(stops) if stop % BLOCK_TOKENS and stop > recipe.start]
         ends = [prefix_id(recipe.namespace, ids, stop, hashes) for stop in inside]
         return (*hashes[recipe.start // BLOCK_TOKENS : recipe.stop // BLOCK_TOKENS], *ends)
-
-    def token_ids(self, kv_id: str) -> tuple[int, ...]:
-        """Put together along the parents."""
-        parts: list[tuple[int, ...]] = []
-        at: str | None = kv_id
-        while at is not None:
-            recipe = self._recipes.get(at)
-            if recipe is None or len(parts) > len(self._recipes):
-                raise RecipeMissing(f"the tokens of handle {kv_id[:12]} are not known: recipe {at[:12]} is not there")
-            parts.append(recipe.token_ids)
-            at = recipe.parent
-        return tuple(token for part in reversed(parts) for token in part)
 
     def decode(self, token_ids: Sequence[int]) -> str | None:
         """By the tokenizer of ``model``."""
@@ -157,10 +147,13 @@ class FromOutside:
         recipes: dict[str, Recipe] = {}
         token_bytes = 0
         self._pools = []
+        self._files = dict.fromkeys(self._files, 0)
         for outside in self._outsides:
             seen = outside.look()
             for one, told in zip(seen, document(seen)["namespaces"], strict=True):
                 self._pools += [{"namespace": one.namespace, **owner} for owner in told["owners"]]
+                for name in self._files if told["files"] is not None else ():
+                    self._files[name] += told["files"][name]
                 for record in one.records():
                     records[record.key] = record
                 if one.index is not None:

@@ -15,7 +15,7 @@ from typing import Any
 from aaflow_langgraph.errors import RecipeMissing, UsageError
 from aaflow_langgraph.model import Recipe
 from aaflow_langgraph.studio.coverage import WHERE, Coverage, Extents
-from aaflow_langgraph.studio.facts import Facts, Source
+from aaflow_langgraph.studio.facts import Facts, Source, tokens_along
 from aaflow_langgraph.studio.lineage import Drawing, Lineage, fold
 from aaflow_langgraph.studio.tally import by_edge, by_node, entry_document, num_missed, sums
 
@@ -102,7 +102,7 @@ class View:
             "namespace": recipe.namespace,
             "num_pending": recipe.num_pending,
             "spans": [{"start": start, "stop": stop, "where": where} for start, stop, where in coverage.spans],
-            "turns": self._turns(recipe),
+            "turns": self._turns(facts, recipe),
             "report": _report(recipe),
             "path": self._described(facts, lineage, lineage.path(kv_id)[-30:]),
             "num_children": len(lineage.children.get(kv_id, ())),
@@ -114,7 +114,7 @@ class View:
     def diff(self, a: str, b: str) -> dict[str, Any]:
         """Where two handles part: the first token that differs, and the text around it on both sides."""
         facts, lineage = self._look()
-        ids = [self.source.token_ids(self._known(facts, kv_id)) for kv_id in (a, b)]
+        ids = [tokens_along(facts.recipes, self._known(facts, kv_id)) for kv_id in (a, b)]
         shared = next((at for at, (x, y) in enumerate(zip(*ids, strict=False)) if x != y), min(map(len, ids)))
         described = self._described(facts, lineage, (a, b))
         return {
@@ -272,9 +272,9 @@ class View:
             if link.parent in shown
         ]
 
-    def _turns(self, recipe: Recipe) -> list[dict[str, Any]]:
+    def _turns(self, facts: Facts, recipe: Recipe) -> list[dict[str, Any]]:
         """Its chat turns; text only where it may be shown and there is a tokenizer."""
-        ids = None if self.metadata_only else self._tokens_or_none(recipe.kv_id)
+        ids = None if self.metadata_only else _tokens_or_none(facts, recipe.kv_id)
         turns = []
         for turn in recipe.turns:
             told: dict[str, Any] = {
@@ -307,12 +307,6 @@ class View:
         text = self.source.decode(ids)
         return {"token_ids": list(ids)} | ({} if text is None else {"text": text[: 4 * MOST_CHARS]})
 
-    def _tokens_or_none(self, kv_id: str) -> tuple[int, ...] | None:
-        try:
-            return self.source.token_ids(kv_id)
-        except RecipeMissing:
-            return None
-
     def _turn_at(self, facts: Facts, described: dict[str, Any], position: int) -> str:
         """Role of the turn in which a position is."""
         turns = facts.recipes[described["kv_id"]].turns
@@ -337,6 +331,13 @@ class View:
             for name in end_ids.intersection(self._names_of(recipe)):
                 found.setdefault(name, kv_id)
         return found
+
+
+def _tokens_or_none(facts: Facts, kv_id: str) -> tuple[int, ...] | None:
+    try:
+        return tokens_along(facts.recipes, kv_id)
+    except RecipeMissing:
+        return None
 
 
 def _report(recipe: Recipe) -> dict[str, Any] | None:

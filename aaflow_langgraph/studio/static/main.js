@@ -35,6 +35,7 @@ async function look() {
     return;
   }
   notePool(overview.pool);
+  if (overview.kind === "outside" && !known && view.tab === "nodes") choose("handles");
   head();
   const now = [overview.state, overview.num_handles, overview.num_requests, overview.num_movements, overview.stats?.num_extents, JSON.stringify(overview.pools ?? "")].join();
   if (now === known) {
@@ -51,14 +52,30 @@ async function redraw() {
   return done.every(Boolean);
 }
 
+const sum = (what, number, more, extra) => h("div", { class: "sum" }, h("span", { class: "what" }, what), h("b", {}, number), extra, h("span", { class: "more" }, more));
+
+function outsideSums() {
+  const { pools, files, num_handles } = overview;
+  const used = pools.reduce((all, one) => all + one.used_bytes, 0), capacity = pools.reduce((all, one) => all + one.capacity_bytes, 0);
+  show(at("sums"),
+    sum("handles whose recipes are here", count(num_handles), "who asked for them, and what was reused, is counted in the processes that ask"),
+    sum("processes", count(pools.length), `${count(pools.filter((one) => one.condition === "alive").length)} answer`),
+    sum("in their pools", bytes(used), capacity ? `of ${bytes(capacity)}` : "", capacity ? bar([["pool", used, "bytes taken"]], capacity, "pools") : null),
+    sum("on disk", bytes(files.num_bytes), `${count(files.num_extents)} extents`),
+    sum("recipes on disk", count(files.num_recipes), ""));
+}
+
 async function sums() {
+  if (overview.kind === "outside") {
+    outsideSums();
+    return;
+  }
   const told = await ask("profile", { thread: view.thread });
   const all = told.total, stats = overview.stats, its = overview.pool;
-  const sum = (what, number, more, extra) => h("div", { class: "sum" }, h("span", { class: "what" }, what), h("b", {}, number), extra, h("span", { class: "more" }, more));
   const used = (stats?.pool_used_bytes ?? 0), capacity = its?.capacity_bytes ?? 0;
   show(at("sums"),
     sum("prompt tokens served from KV", all ? percent(all.num_reused, all.num_context) : "–",
-      all ? `${count(all.num_reused)} of ${count(all.num_context)}; ${percent(Math.min(all.num_reused, all.num_reusable), all.num_reusable)} of what was reusable` : overview.kind === "outside" ? "counted by brokers, not seen from outside" : "no request yet",
+      all ? `${count(all.num_reused)} of ${count(all.num_context)}; ${percent(Math.min(all.num_reused, all.num_reusable), all.num_reusable)} of what was reusable` : "no request yet",
       all ? bar([["reused", all.num_reused, "reused"], ["missed", all.num_missed, "computed again"], ["prefilled", Math.max(0, all.num_prefilled - all.num_missed), "prefilled"], ["decoded", all.num_decoded, "decoded"]], all.num_context + all.num_decoded, "tokens") : null),
     sum("time to first token", all ? seconds(all.ttft_p50_s) : "–", all ? `median; 95 % within ${seconds(all.ttft_p95_s)}` : "no request yet"),
     sum("handles", count(overview.num_handles), `${count(overview.num_requests)} requests`),

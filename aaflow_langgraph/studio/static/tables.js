@@ -23,7 +23,7 @@ const sums = [
 ];
 
 function profile(told) {
-  if (!told.nodes.length) return empty("No request yet.");
+  if (!told.nodes.length) return empty("No request is known here.");
   return [
     table([{ name: "node", cell: (one) => name(one.node, `${one.operator} (no node)`) }, ...sums], told.nodes, "Sums by node"),
     told.edges.length ? h("h3", {}, "Edges that handles were passed along") : null,
