@@ -236,7 +236,7 @@ class Session:
             self._owned.append(tail)
             self._pieces.append(Piece(tail.kv[..., : tail.length, :], tail.start, stop))
         self._grid = None
-        self._tail = PoolTail(self._store, stop, num_expected)
+        self._tail = PoolTail(self._store, stop, max(1, num_expected))
         self._run = self._engine.start(self._pieces, self._tail, grid=None)
 
     def close(self) -> None:

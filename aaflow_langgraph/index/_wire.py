@@ -13,13 +13,13 @@ import json
 import re
 from array import array
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from aaflow_langgraph.composition import composition_fields, composition_from
 from aaflow_langgraph.errors import ConfigError, IntegrityError
 from aaflow_langgraph.hashing import token_bytes
 from aaflow_langgraph.index.base import ExtentRecord, Place
-from aaflow_langgraph.model import BLOCK_TOKENS, BlockHash, Recipe, Span, Turn
+from aaflow_langgraph.model import BLOCK_TOKENS, BlockHash, Operator, Recipe, Span, Turn
 from aaflow_langgraph.pool.arena import Allocation
 
 _NAME = re.compile(r"[0-9A-Za-z][0-9A-Za-z_.-]{0,127}")
@@ -29,7 +29,7 @@ _STATE = re.compile(
     rb"(\d{1,12}) (\d{1,12}) (-|[0-9A-Za-z][0-9A-Za-z_.-]{0,127}) (\d{1,18}) (\d{1,18}) (\d{1,19}) (-|[0-9a-f]{16}) ([01])"
 )
 _RECORD = re.compile(rb"(\d{1,12}) (\d{1,12}) (\d{1,12}) ([0-9a-f]{32}) ([0-9a-f]{64})((?: [0-9a-f]{64})*)")
-_OPERATORS = ("materialize", "append", "generate")
+_OPERATORS = frozenset(get_args(Operator))
 _MAX_POSITION = 1 << 40
 
 
