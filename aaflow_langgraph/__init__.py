@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from aaflow_langgraph.graph.channels import KVBranches as KVBranches
     from aaflow_langgraph.graph.channels import KVChannel as KVChannel
     from aaflow_langgraph.graph.compose_channel import KVCompose as KVCompose
+    from aaflow_langgraph.graph.compose_node import compose_node as compose_node
     from aaflow_langgraph.graph.nodes import generate_node as generate_node
     from aaflow_langgraph.graph.nodes import prefill_node as prefill_node
     from aaflow_langgraph.handle import KVHandle as KVHandle
@@ -41,6 +42,7 @@ _HOMES = {
     "Sampling": "engine.sampling",
     "TransformersEngine": "engine.transformers",
     "Usage": "results",
+    "compose_node": "graph.compose_node",
     "generate_node": "graph.nodes",
     "prefill_node": "graph.nodes",
 }

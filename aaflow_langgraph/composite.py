@@ -36,8 +36,8 @@ class ComposePolicy:
         rung: ``"auto"`` (the cheapest that is allowed), or the one to take.
         k: For ``"legolink"``: how many tokens are recomputed at the front of each segment but the first, at least 0.
         r: For ``"blend"``: the share of tokens that are recomputed, in [0, 1].
-        max_deviation: With ``"auto"``: an approximate result that deviates by more at the check layer is not taken. A
-            threshold on a measured proxy, not a bound on the output. None sets none.
+        max_deviation: With ``"auto"``: leave no moved token whose values at the check layer deviate by more. A threshold on a
+            measured proxy, not a bound on the output. None sets none.
 
     Raises:
         ConfigError: A field has the wrong type or is out of range, or ``exact`` contradicts ``rung``. Way out: fail.

@@ -129,7 +129,8 @@ def handle_graph(broker: KVBroker, retrieve: Callable[[HandleState], str], *, de
         "retrieve": prefill_node(broker, retrieve, writes="docs", deterministic=deterministic),
         "plan": generate("plan", reads="docs", writes="plan"),
         **{name: generate(name, reads="plan", text_to=name) for name in REASONERS},
-        "verdict": generate("verdict", reads="plan", text_to="verdict"),
+        # A judge: whatever is cached how, it reads as one prefill has it.
+        "verdict": generate("verdict", reads="plan", text_to="verdict", role="judge"),
     }
     return build(HandleState, nodes)
 

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from aaflow_langgraph.graph.channels import KVBranches as KVBranches
     from aaflow_langgraph.graph.channels import KVChannel as KVChannel
     from aaflow_langgraph.graph.compose_channel import KVCompose as KVCompose
+    from aaflow_langgraph.graph.compose_node import compose_node as compose_node
     from aaflow_langgraph.graph.node import KVNode as KVNode
     from aaflow_langgraph.graph.nodes import generate_node as generate_node
     from aaflow_langgraph.graph.nodes import prefill_node as prefill_node
@@ -27,6 +28,7 @@ _HOMES = {
     "KVNode": "node",
     "MSGPACK_ALLOWLIST": "serde",
     "RejectedWrite": "rejected",
+    "compose_node": "compose_node",
     "generate_node": "nodes",
     "handle_serializer": "serde",
     "prefill_node": "nodes",

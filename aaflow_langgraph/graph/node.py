@@ -17,6 +17,7 @@ from langchain_core.runnables.config import ensure_config
 
 from aaflow_langgraph.engine.turns import check_text
 from aaflow_langgraph.errors import ConfigError
+from aaflow_langgraph.graph.gate import JUDGES, handle_to_read
 from aaflow_langgraph.graph.prompt import Address, Prompt, state_values
 from aaflow_langgraph.graph.stream import usage_dict
 from aaflow_langgraph.handle import MAX_LABEL_CHARS, KVHandle, check_label
@@ -52,7 +53,8 @@ class NodeOptions:
         self.reads = None if reads is None else Address.parse(reads)
         self.writes = writes
         self.branch = None if branch is None else Prompt.parse(branch, what="branch")
-        self.role = check_text(role, "role")
+        self.gate = f"role: {role}" if role in JUDGES else ""
+        self.role = "user" if self.gate else check_text(role, "role")
         self.raw = raw
         self.label = None if label is None else check_label(label)
         self.deterministic = deterministic
@@ -82,6 +84,7 @@ class KVNode(Runnable[Any, dict[str, Any]]):
     Attributes:
         broker: Where the KV lives.
         reads: State key of the handle it extends, or None.
+        read_keys: Every state key whose handles it reads.
         writes: State key that gets the new handle, or None.
     """
 
@@ -89,6 +92,7 @@ class KVNode(Runnable[Any, dict[str, Any]]):
         self.name = name
         self.broker = options.broker
         self.reads = None if options.reads is None else options.reads.key
+        self.read_keys: tuple[str, ...] = () if self.reads is None else (self.reads,)
         self.writes = options.writes
         self._options = options
 
@@ -119,6 +123,15 @@ class KVNode(Runnable[Any, dict[str, Any]]):
         """The body, its requests entered in the broker's journal as this node's."""
         with origin(node=call.node, thread=str((call.config.get("configurable") or {}).get("thread_id", ""))):
             return self._body(call)
+
+    def _parent(self, call: NodeCall) -> KVHandle | None:
+        """The handle to continue; what has to be joined or computed for it, is."""
+        options = self._options
+        if call.read is None:
+            return None
+        return handle_to_read(
+            self.broker, call.read, node=call.node, gate=options.gate, deterministic=options.deterministic
+        )
 
     @abstractmethod
     def _body(self, call: NodeCall) -> dict[str, Any]:
@@ -158,7 +171,7 @@ class NodeCall:
         self.text: Any = None
         self.values: Mapping[str, Any] = state_values(state)
         self.node = str((config.get("metadata") or {}).get("langgraph_node") or name)
-        self.parent = None if options.reads is None else options.reads.handle(self.values)
+        self.read = None if options.reads is None else options.reads.handle(self.values)
         self.branch = None
         if options.branch is not None:
             self.branch = check_text(options.branch.render(self.values), "the branch to write")

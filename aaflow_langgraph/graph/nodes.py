@@ -47,8 +47,10 @@ def prefill_node(
         writes: State key that gets the handle.
         branch: Name in the ``KVBranches`` under ``writes``; may hold placeholders (``"{topic}"``). None writes the bare
             handle, for a ``KVChannel``.
-        reads: Handle to extend: a state key, or ``"key.branch"`` in a ``KVBranches``. None starts fresh.
-        role: Chat role of the text. Its turn stays open: the next prompt of the same role continues it.
+        reads: Handle to extend: a state key, or ``"key.branch"`` in a ``KVBranches``. A composite under it is joined first.
+            None starts fresh.
+        role: Chat role of the text. Its turn stays open: the next prompt of the same role continues it. A ``"judge"``,
+            ``"critic"`` or ``"verifier"`` is a user that reads nothing approximate: what ``reads`` holds is computed densely.
         raw: Add the text without any chat frame.
         label: Name of the handle for people, at most 64 characters; the key it is written to unless given.
         deterministic: Compute alone and canonically, for bit-equality with a run without any cache.
@@ -99,14 +101,15 @@ def generate_node(
         broker: Computes and keeps the KV. The node closes over it.
         prompt: One chat turn. ``{placeholders}`` are plain state keys.
         reads: Handle to continue: a state key, or ``"key.branch"`` in a ``KVBranches``, where the branch may hold
-            placeholders. It is never written. None starts fresh.
+            placeholders. A composite under it is joined first. It is never written. None starts fresh.
         writes: State key that gets the handle of the whole conversation, the generated turn included.
         branch: Name in the ``KVBranches`` under ``writes``; may hold placeholders (``"{topic}"``).
         text_to: State key that gets the generated text.
         sampling: How to generate; greedy, at most 256 tokens, unless given. With a temperature and no seed, the seed comes
             from the parent, the prompt, these settings and the task's place in the run: a re-run after an interrupt repeats
             and siblings differ.
-        role: Chat role of the prompt.
+        role: Chat role of the prompt. A ``"judge"``, ``"critic"`` or ``"verifier"`` is a user that reads nothing
+            approximate: what ``reads`` holds is computed densely before.
         raw: Continue the text without any chat frame.
         label: Name of the handle for people, at most 64 characters; the key it is written to unless given.
         deterministic: Compute alone and canonically, for bit-equality with a run without any cache.
@@ -158,7 +161,7 @@ class _PrefillNode(KVNode):
             call.text = self._source.read(call.state, call.config)
         prefilled = self.broker.prefill(
             check_text(call.text, f"the text of {self._source.name}"),
-            parent=call.parent,
+            parent=self._parent(call),
             role=self._options.role,
             raw=self._options.raw,
             label=call.label,
@@ -189,7 +192,7 @@ class _GenerateNode(KVNode):
         try:
             generation = self.broker.generate(
                 prompt,
-                parent=call.parent,
+                parent=self._parent(call),
                 role=self._options.role,
                 raw=self._options.raw,
                 sampling=self._sampling,

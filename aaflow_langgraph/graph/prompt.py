@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from string import Formatter
 from typing import Any
 
+from aaflow_langgraph.composite import ComposePolicy, KVComposite, coerce_segment, is_composite_shaped
 from aaflow_langgraph.engine.cache_adapter import refuse_foreign_cache
 from aaflow_langgraph.engine.turns import check_text
 from aaflow_langgraph.errors import ConfigError, MalformedHandle
-from aaflow_langgraph.handle import KVHandle
+from aaflow_langgraph.handle import MAX_LABEL_CHARS, KVHandle
 
 _STATE_KEY = re.compile(r"[^\W\d][\w-]*")
 
@@ -129,13 +130,41 @@ class Address:
             raise ConfigError(f"reads={text!r} names no state key; write 'key' or 'key.branch'")
         return cls(key, Prompt.parse(branch, what=f"the branch of reads={text!r}") if dot else None)
 
-    def handle(self, values: Mapping[str, Any]) -> KVHandle:
-        """The handle that lies here; a plain dict of its shape is turned back into one.
+    def handle(self, values: Mapping[str, Any]) -> KVHandle | KVComposite:
+        """The handle or the composite that lies here; a plain dict of its shape is turned back into one.
 
         Raises:
             ConfigError: Nothing lies here, a branch has to be named, or a transformers cache lies here. Way out: fail.
             MalformedHandle: What lies here is no handle. Way out: fail.
         """
+        value, where = self._found(values)
+        if _holds_branches(value):
+            raise ConfigError(f"reads={where!r} holds branches: {_present(value)}; name one: reads='{where}.<branch>'")
+        return _coerced(value, where)
+
+    def segments(self, values: Mapping[str, Any]) -> KVHandle | KVComposite:
+        """As ``handle``; branches without a name are all of them, by name.
+
+        Raises:
+            ConfigError: Nothing lies here, or a transformers cache lies here. Way out: fail.
+            MalformedHandle: What lies here is no handle. Way out: fail.
+        """
+        value, where = self._found(values)
+        if isinstance(value, Mapping) and not value:
+            raise ConfigError(
+                f"reads={where!r} holds no branch; a node with writes={where!r} has to run before this one"
+            )
+        if not _holds_branches(value):
+            return _coerced(value, where)
+        children = []
+        for name, item in sorted(value.items(), key=lambda item: str(item[0])):
+            branch = _coerced(item, f"{where}.{name}")
+            parts = branch.kv_children if isinstance(branch, KVComposite) else (branch,)
+            children += [replace(part, kv_label=str(name)[:MAX_LABEL_CHARS]) for part in parts]
+        return KVComposite.joined(children, ComposePolicy())
+
+    def _found(self, values: Mapping[str, Any]) -> tuple[Any, str]:
+        """What lies here, and its place in the state."""
         value, where = values.get(self.key), self.key
         if self.branch is not None and isinstance(value, Mapping):
             name = self.branch.render(values)
@@ -151,19 +180,29 @@ class Address:
                 f"graph.rejected.rejected_writes()); a node with writes={self.key!r} has to run before "
                 f"this one (prefill_node(broker, text, writes={self.key!r}), say). The state has {_present(values)}"
             )
-        if isinstance(value, Mapping) and "kv_id" not in value and _holds_handle(value):
-            raise ConfigError(f"reads={where!r} holds branches: {_present(value)}; name one: reads='{where}.<branch>'")
-        refuse_foreign_cache(value)
-        try:
-            return KVHandle.coerce(value)
-        except MalformedHandle as error:
-            raise MalformedHandle(f"the state key {where!r} holds no handle: {error}") from error
+        return value, where
+
+
+def _coerced(value: Any, where: str) -> KVHandle | KVComposite:
+    refuse_foreign_cache(value)
+    try:
+        return coerce_segment(value)
+    except MalformedHandle as error:
+        raise MalformedHandle(f"the state key {where!r} holds no handle: {error}") from error
+
+
+def _holds_branches(value: Any) -> bool:
+    return isinstance(value, Mapping) and not _is_segment(value) and _holds_handle(value)
 
 
 def _holds_handle(value: Any) -> bool:
     if isinstance(value, Mapping):
-        return "kv_id" in value or any(map(_holds_handle, value.values()))
-    return isinstance(value, KVHandle)
+        return _is_segment(value) or any(map(_holds_handle, value.values()))
+    return isinstance(value, (KVHandle, KVComposite))
+
+
+def _is_segment(value: Mapping[Any, Any]) -> bool:
+    return "kv_id" in value or is_composite_shaped(value)
 
 
 def _present(values: Mapping[str, Any]) -> str:

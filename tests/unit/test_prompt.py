@@ -9,6 +9,7 @@ import pytest
 from pydantic import BaseModel
 from transformers import DynamicCache
 
+from aaflow_langgraph.composite import KVComposite
 from aaflow_langgraph.errors import ConfigError, MalformedHandle
 from aaflow_langgraph.graph.prompt import Address, Prompt, state_values
 from aaflow_langgraph.handle import KVHandle
@@ -164,6 +165,34 @@ def test_nothing_to_read_is_an_error_that_names_the_writer(address: str, values:
 def test_what_is_no_handle_is_malformed_and_the_key_is_named(value: Any) -> None:
     with pytest.raises(MalformedHandle, match="'docs'"):
         Address.parse("docs").handle({"docs": value})
+
+
+def test_an_address_reads_a_composite_and_what_a_serialiser_made_of_it() -> None:
+    composite = KVComposite.of([HANDLE])
+    for value in (composite, composite.to_dict()):
+        for read in (Address.parse("docs").handle({"docs": value}), Address.parse("docs").segments({"docs": value})):
+            assert isinstance(read, KVComposite)
+            assert read == composite
+    with pytest.raises(MalformedHandle, match="'docs'"):
+        Address.parse("docs").handle({"docs": {**composite.to_dict(), "kv_k": -1}})
+
+
+def test_segments_are_one_handle_or_all_branches_by_name() -> None:
+    other = KVHandle("c" * 64, HANDLE.kv_namespace, 9, kv_label="other")
+    values = {"docs": HANDLE, "drafts": {"z": HANDLE.to_dict(), "a": other, "b": HANDLE}}
+    assert Address.parse("docs").segments(values) is HANDLE
+    assert Address.parse("drafts.a").segments(values) is other
+    branches = Address.parse("drafts").segments(values)
+    assert branches == KVComposite.of({"a": other, "b": HANDLE, "z": HANDLE})
+    assert isinstance(branches, KVComposite)
+    assert branches.kv_child_labels == ("a", "b", "z")
+
+
+def test_no_branch_to_join_is_an_error_that_names_the_writer() -> None:
+    with pytest.raises(ConfigError, match="writes='drafts' has to run before"):
+        Address.parse("drafts").segments({"drafts": {}})
+    with pytest.raises(MalformedHandle, match=r"'drafts\.b'"):
+        Address.parse("drafts").segments({"drafts": {"a": HANDLE, "b": "text"}})
 
 
 @pytest.mark.parametrize("text", ["", ".branch", "docs.", "docs.{a.b}", 3])

@@ -23,6 +23,7 @@ PUBLIC = [
     "Sampling",
     "TransformersEngine",
     "Usage",
+    "compose_node",
     "generate_node",
     "prefill_node",
 ]
