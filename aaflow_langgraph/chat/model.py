@@ -181,7 +181,7 @@ class KVChatModel(BaseChatModel):
             ConfigError: The model's template knows no tools or writes calls in an unknown way, a tool has no schema, or the
                 choice names no tool. Way out: fail.
         """
-        assert isinstance(self._renderer.tool_format, ToolFormat)
+        self._renderer.tool_format()  # refuses a model without
         schemas = _schemas(tools)
         check_choice(tool_choice, schemas)
         bound: dict[str, Any] = {"tools": schemas, **kwargs}
@@ -325,7 +325,7 @@ class KVChatModel(BaseChatModel):
         if parallel not in (None, True, False):
             raise ConfigError(f"parallel_tool_calls must be True or False, got {parallel!r:.80}")
         used, hint = self._hint(options)
-        tool_format = None if tools is None else self._renderer.tool_format
+        tool_format = None if tools is None else self._renderer.tool_format()
         opening = ""
         if tool_format is not None and choice is not None:
             opening = tool_format.opening(choice if isinstance(choice, str) else None)

@@ -93,6 +93,14 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
+class _Frames:
+    """What a template writes before, between and after contents, and whose these are, in the order of the rendering."""
+
+    texts: list[str]
+    parts: list[Part]
+
+
+@dataclass(frozen=True, slots=True)
 class _Place:
     """Characters of a content in a rendering."""
 
@@ -111,7 +119,6 @@ class Renderer:
         self._spelled: OrderedDict[tuple[str, int], str] = OrderedDict()
         self._format: ToolFormat | ConfigError | None = None
 
-    @property
     def tool_format(self) -> ToolFormat:
         """How this model's template writes tool calls; found out once.
 
@@ -190,30 +197,31 @@ class Renderer:
         """The rendering with the model's own words, if it differs from the plain one in those words only."""
         try:
             text = self._write(_messages(own), tools, True)
-            frames = self._frames(own, tools)
         except ConfigError:
             return None
-        if frames is None:
-            return None
-        worded = _scan(text, frames, own)
-        written = _scan(plain, frames, own)
+        frames = self._frames(own, tools)
+        worded = None if frames is None else _scan(text, frames)
+        written = None if frames is None else _scan(plain, frames)
         if worded is None or written is None:
             return None
         for said, place in zip(worded, written, strict=True):
-            same = text[said.start : said.stop] == plain[place.start : place.stop]
-            if said.part.words is None and not same:
-                return None
-            if said.part.words is not None and text[said.start : said.stop] != said.part.words:
+            own_text, plain_text = text[said.start : said.stop], plain[place.start : place.stop]
+            if own_text != (plain_text if said.part.words is None else said.part.words):
                 return None
         return text
 
     def _places(self, parts: list[Part], tools: list[dict[str, Any]] | None, text: str) -> list[_Place]:
         """Where the contents are in ``text``; none when the frame around them depends on them."""
         frames = self._frames(parts, tools)
-        return [] if frames is None else _scan(text, frames, parts) or []
+        return [] if frames is None else _scan(text, frames) or []
 
-    def _frames(self, parts: list[Part], tools: list[dict[str, Any]] | None) -> list[str] | None:
-        """What the template writes before, between and after the contents; None when it drops or reorders some."""
+    def _frames(self, parts: list[Part], tools: list[dict[str, Any]] | None) -> _Frames | None:
+        """The template around marks in place of the contents; None when it does not take them.
+
+        Raises:
+            ConfigError: The template leaves a message out. Way out: fail.
+        """
+        marks = {_MARK.format(number): part for number, part in enumerate(parts) if part.message["content"]}
         marked = [
             {**part.message, "content": _MARK.format(number)} if part.message["content"] else part.message
             for number, part in enumerate(parts)
@@ -222,14 +230,20 @@ class Renderer:
             rest = self._write(marked, tools, True)
         except ConfigError:
             return None
-        frames = []
-        for number, part in enumerate(parts):
-            if part.message["content"]:
-                before, found, rest = rest.partition(_MARK.format(number))
-                if not found:
-                    return None
-                frames.append(before)
-        return [*frames, rest]
+        for mark, part in marks.items():
+            role = part.message["role"]
+            # What a model said beside a tool call is left out by some; nobody else's words may be.
+            if mark not in rest and role != "assistant":
+                raise ConfigError(
+                    f"the chat template leaves out what a {role!r} message says; use a role it renders, or put the text into a "
+                    "user message"
+                )
+        found = sorted((rest.index(mark), mark) for mark in marks if mark in rest)
+        texts = []
+        for _at, mark in found:
+            before, _mark, rest = rest.partition(mark)
+            texts.append(before)
+        return _Frames([*texts, rest], [marks[mark] for _at, mark in found])
 
     def _end_of_turn(self, parts: list[Part], tools: list[dict[str, Any]] | None) -> tuple[int, ...]:
         """What the template writes behind an answer to these messages."""
@@ -353,20 +367,20 @@ def _merged(parts: Sequence[Part]) -> list[Part]:
     return merged
 
 
-def _scan(text: str, frames: list[str], parts: Sequence[Part]) -> list[_Place] | None:
-    """Where contents stand between ``frames`` in ``text``, found in one pass; None when they do not all stand there.
+def _scan(text: str, frames: _Frames) -> list[_Place] | None:
+    """Where contents stand between frames in ``text``, found in one pass; None when they do not all stand there.
 
     The content itself is looked for first, because it may hold what looks like a frame; where the template changed it, it ends
     where the next frame begins.
     """
-    if not text.startswith(frames[0]):
+    first, *others = frames.texts
+    if not text.startswith(first):
         return None
     places = []
-    at = len(frames[0])
-    spoken = [part for part in parts if part.message["content"]]
-    for number, (part, frame) in enumerate(zip(spoken, frames[1:], strict=True), start=1):
+    at = len(first)
+    for number, (part, frame) in enumerate(zip(frames.parts, others, strict=True), start=1):
         content = part.message["content"]
-        is_last = number == len(spoken)
+        is_last = number == len(others)
         if text.startswith(content + frame, at) and (not is_last or at + len(content + frame) == len(text)):
             stop = at + len(content)
         elif is_last:
@@ -379,4 +393,4 @@ def _scan(text: str, frames: list[str], parts: Sequence[Part]) -> list[_Place] |
                 return None
         places.append(_Place(part, at, stop))
         at = stop + len(frame)
-    return places if at == len(text) or not spoken else None
+    return places if at == len(text) else None

@@ -128,7 +128,7 @@ class ChatFrame:
                 "the tokenizer has no chat template, so a prompt has no turns: pass raw=True for plain continuation, or set "
                 "tokenizer.chat_template"
             )
-        lead, chat = _split_raw(prior_ids, turns)
+        lead, chat = self._behind_foreign_frame(prior_ids, *_split_raw(prior_ids, turns))
         contents: list[tuple[str, tuple[int, ...]]] = [
             (turn.role, prior_ids[turn.content.start : turn.content.stop]) for turn in chat
         ]
@@ -187,6 +187,20 @@ class ChatFrame:
             kept -= 1
         rest = text[len(self.decode(token_ids[:kept])) :]
         return tuple(token_ids[:kept]) + (self._encode(rest) if rest else ())
+
+    def _behind_foreign_frame(
+        self, prior_ids: tuple[int, ...], lead: tuple[int, ...], chat: tuple[Turn, ...]
+    ) -> tuple[tuple[int, ...], tuple[Turn, ...]]:
+        """The same, or all of it as the lead when its frame is not this template's alone (a chat model showed tools there):
+        rendered anew, it would lose them.
+        """
+        if not chat or chat[-1].open:
+            return lead, chat
+        first = self._encode_frame(self._frames(tuple(turn.role for turn in chat), generate=False)[0])
+        if lead and first[:1] == (self._tokenizer.bos_token_id,):
+            first = first[1:]
+        is_own = prior_ids[len(lead) : chat[0].content.start] == first
+        return (lead, chat) if is_own else (prior_ids, ())
 
     def _assemble(
         self,

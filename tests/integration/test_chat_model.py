@@ -154,6 +154,17 @@ def test_nodes_and_chat_model_share_kv(broker: ScriptedBroker) -> None:
     assert hinted.content == model.invoke([question], kv=False).content
 
 
+def test_a_node_goes_on_from_an_answer_with_the_tools_it_was_shown(broker: ScriptedBroker, scripted: None) -> None:
+    broker.script = lambda prompt: "I could add."
+    message = KVChatModel(broker).bind_tools([add]).invoke("What can you do?")
+    handle = handle_of(message)
+    assert handle is not None
+    after = broker.generate("Go on.", parent=handle)
+    text = broker.engine.frame.spell(broker.token_ids(after.handle))
+    assert '"description": "Add two numbers."' in text
+    assert after.usage.num_reused == sum(reuse_of(message)[::2])
+
+
 def test_an_edited_answer_is_reused_up_to_the_edit(broker: ScriptedBroker, scripted: None) -> None:
     broker.script = lambda prompt: "Berlin is a city on the Spree."
     model = KVChatModel(broker, max_tokens=40)
@@ -167,7 +178,7 @@ def test_an_edited_answer_is_reused_up_to_the_edit(broker: ScriptedBroker, scrip
 
 def test_a_trimmed_history_is_reused_up_to_the_cut(broker: ScriptedBroker) -> None:
     model = KVChatModel(broker, max_tokens=8)
-    history = [*talk(model, QUESTIONS), HumanMessage("So?")]
+    history = [*talk(model, QUESTIONS, SystemMessage("To be trimmed. " * 9)), HumanMessage("So?")]
     # trim_messages counts the system message alone as well, and with it the frame that opens an answer.
     frame = len(broker.engine.frame.encode("<|im_start|>assistant\n"))
     budget = model.get_num_tokens_from_messages([history[0], *history[3:]]) + frame
@@ -177,7 +188,7 @@ def test_a_trimmed_history_is_reused_up_to_the_cut(broker: ScriptedBroker) -> No
     assert [m.content for m in trimmed] == [m.content for m in [history[0], *history[3:]]]
     cut = model.invoke(trimmed)
     assert reuse_of(cut)[0] == budget - frame
-    assert model.get_num_tokens_from_messages([SYSTEM]) > reuse_of(cut)[1] > len(SYSTEM.text)
+    assert model.get_num_tokens_from_messages(history[:1]) > reuse_of(cut)[1] > len(history[0].text)
     assert cut.content == model.invoke(trimmed, kv=False).content
 
 

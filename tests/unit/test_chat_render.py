@@ -27,7 +27,16 @@ from aaflow_langgraph.engine.turns import ChatFrame
 from aaflow_langgraph.errors import ConfigError
 from aaflow_langgraph.model import Span, Turn
 from tests import templates, tiny
-from tests.unit.test_turns import ALTERNATING, DEFAULT_SYSTEM, NO_SYSTEM, QWEN3, TRIMMING, UNFOLLOWABLE, sentencepiece
+from tests.unit.test_turns import (
+    ALTERNATING,
+    DEFAULT_SYSTEM,
+    DROPS_TOOLS,
+    NO_SYSTEM,
+    QWEN3,
+    TRIMMING,
+    UNFOLLOWABLE,
+    sentencepiece,
+)
 
 TOOLS = [
     {
@@ -60,7 +69,7 @@ class Talk:
     def prompt(self, *messages: BaseMessage, **options: Any) -> Prompt:
         """The prompt of the conversation with these messages behind it."""
         self.messages += messages
-        tools = self.renderer.tool_format if self.tools else None
+        tools = self.renderer.tool_format() if self.tools else None
         parts = []
         for message in self.messages:
             said = self.spoken.get(id(message))
@@ -80,7 +89,7 @@ class Talk:
         turns = (*prompt.turns, Turn("assistant", Span(start, start + len(content)), False))
         message = AIMessage(words)
         if self.tools:
-            said = self.renderer.tool_format.read(words)
+            said = self.renderer.tool_format().read(words)
             calls = [{"name": c.name, "args": c.args, "id": f"call0000{n}"} for n, c in enumerate(said.calls)]
             message = AIMessage(said.content, tool_calls=calls, response_metadata={"kv": {"words": words}})
         self.spoken[id(message)] = Spoken(f"kv{len(self.spoken)}", whole, turns)
@@ -179,7 +188,7 @@ def test_a_malformed_call_stays_in_the_history_as_it_was_said() -> None:
     talk.prompt(HumanMessage("Find x."))
     said = '<tool_call>\n{"name": "find", "arg'
     message = talk.answer(said)
-    broken = talk.renderer.tool_format.read(said).broken[0]
+    broken = talk.renderer.tool_format().read(said).broken[0]
     message.invalid_tool_calls = [{"name": broken.name, "args": broken.text, "id": "a", "error": broken.error}]
     prompt = talk.prompt(HumanMessage("That was no call."))
     assert said in prompt.text
@@ -266,7 +275,7 @@ def test_a_hint_is_taken_as_it_is() -> None:
 
 def test_an_answer_can_be_begun_and_goes_on_from_there() -> None:
     talk = Talk(templates.HERMES, tools=TOOLS)
-    opening = talk.renderer.tool_format.opening("find")
+    opening = talk.renderer.tool_format().opening("find")
     prompt = talk.prompt(HumanMessage("Find x."), opening=opening)
     assert prompt.text.endswith(opening)
     rest = ' {"word": "x"}}\n</tool_call>'
@@ -419,6 +428,26 @@ def test_nothing_to_answer_and_no_template_are_typed_errors() -> None:
         without.prompt(HumanMessage("Hi"))
     with pytest.raises(ConfigError, match="System role not supported"):
         Talk(NO_SYSTEM).prompt(SystemMessage("s"), HumanMessage("h"))
+
+
+def test_a_message_that_the_template_leaves_out_is_refused() -> None:
+    with pytest.raises(ConfigError, match="leaves out what a 'tool' message says"):
+        Talk(DROPS_TOOLS).prompt(HumanMessage("Hi"), ToolMessage("lost", tool_call_id="7"))
+
+
+def test_contents_that_the_template_moves_are_followed() -> None:
+    """Mistral's first templates put the system message into the last question."""
+    template = (
+        "{% for m in messages %}{% if m.role == 'user' %}[INST]"
+        "{% if loop.last and messages[0].role == 'system' %}{{ messages[0].content }}\n\n{% endif %}"
+        "{{ m.content }}[/INST]{% elif m.role == 'assistant' %}{{ m.content }}</s>{% endif %}{% endfor %}"
+    )
+    talk = Talk(template)
+    talk.prompt(SystemMessage("Be brief."), HumanMessage("Hi"))
+    talk.answer("Hello")
+    prompt = talk.prompt(HumanMessage("Go on"))
+    assert prompt.text == "[INST]Hi[/INST]Hello</s>[INST]Be brief.\n\nGo on[/INST]"
+    assert [turn.role for turn in prompt.turns] == ["user", "assistant", "system", "user"]
 
 
 def test_a_spoken_conversation_of_other_tokens_is_not_believed() -> None:

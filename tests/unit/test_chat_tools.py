@@ -130,7 +130,7 @@ def test_an_opened_answer_goes_on_to_a_call(tools: ToolFormat) -> None:
     ],
 )
 def test_the_format_is_found_by_what_the_template_writes(template: str, kind: type[ToolFormat]) -> None:
-    assert isinstance(renderer(template).tool_format, kind)
+    assert isinstance(renderer(template).tool_format(), kind)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_a_template_without_tools_is_refused_and_says_so(template: str | None, r
     asked = renderer(template)
     for _ in range(2):  # also when it was found out before
         with pytest.raises(ConfigError, match=reason):
-            _ = asked.tool_format
+            asked.tool_format()
 
 
 @pytest.mark.parametrize(

@@ -316,6 +316,22 @@ def test_a_chat_turn_behind_raw_text_opens_a_frame_of_its_own() -> None:
     assert talk.only_grew()
 
 
+def test_a_conversation_with_tools_in_its_frame_keeps_them() -> None:
+    """As a chat model with bound tools renders it: this frame knows none, and goes on behind it."""
+    talk = Conversation()
+    before = encode("<|im_start|>system\nTools: add<|im_end|>\n<|im_start|>user\n")
+    talk.ids = before + encode("Hi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n")
+    at = len(before) + 2
+    start = at + len(encode("<|im_end|>\n<|im_start|>assistant\n"))
+    talk.turns = (Turn("user", Span(len(before), at), False), Turn("assistant", Span(start, start + 5), False))
+    known = talk.ids
+    talk.say("user", "Bye", generate=True)
+    assert talk.ids == known + stock(tiny.CHATML, [("user", "Bye")], generate=True)
+    talk.answer(encode("Bye"))
+    talk.say("user", "Still there?", generate=True)
+    assert talk.only_grew()
+
+
 def test_raw_text_closes_an_open_turn_without_a_frame() -> None:
     talk = Conversation()
     talk.say("user", "Hi")
