@@ -48,7 +48,8 @@ check: $(STAMP) ## format, lint, types, import rules
 bench: $(STAMP) ## time to first token with reuse, against re-prefill and against the bound
 	$(BIN)/aaflow bench ttft $(ARGS)
 
-docs: $(STAMP) ## run every Python block of the README and docs/
+docs: $(STAMP) ## build the site into build/site, run every Python block of the README and docs/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -f .mkdocs.yml
 	$(BIN)/python -m pytest tests/docs $(ARGS)
 
 clean: ## remove .venv and what builds and tests left
