@@ -703,6 +703,26 @@ class KVBroker:
         """Extents that this process evicted, spilled, fetched or adopted lately, oldest first."""
         return self._store.movements.entries()
 
+    def segments_of(self, handle: HandleLike) -> tuple[KVHandle, ...]:
+        """The handles that were joined on the way to ``handle``, those that are known; none when nothing was.
+
+        Raises:
+            MalformedHandle, IncompatibleHandle, RecipeMissing: As in ``append``.
+        """
+        lineage = self._recipes.lineage(self._known(handle))
+        ids = {
+            kv_id: label
+            for one in lineage
+            if (made := one.composition)
+            for kv_id, label in zip(made.children, made.labels, strict=True)
+        }
+        found = {recipe.kv_id: recipe for recipe in lineage}
+        return tuple(
+            KVHandle(kv_id, self.namespace.digest, found[kv_id].stop, self._recipes.is_exact(found[kv_id]), label)
+            for kv_id, label in ids.items()
+            if kv_id in found
+        )
+
     def names_of(self, recipe: Recipe) -> tuple[str, ...]:
         """Names (64 hexadecimal digits) of the blocks and borders that a recipe of this broker adds to its parent."""
         return self._recipes.names_of(recipe)

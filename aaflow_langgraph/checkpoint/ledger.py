@@ -107,7 +107,9 @@ class Ledger:
         """
         if not handles:
             return
-        references = sorted({Reference(handle.kv_id, handle.kv_namespace) for handle in handles})
+        # A composite can be made again from its segments only, so they stay as long as it does.
+        parts = [part for handle in handles for part in self._segments(handle)]
+        references = sorted({Reference(handle.kv_id, handle.kv_namespace) for handle in (*handles, *parts)})
         for attempt in range(_MAX_TRIES):
             rows: dict[str, RecipeRow] = {}
             accounted: set[str] = set()
@@ -265,6 +267,14 @@ class Ledger:
             self._say(f"find {kv_id}", "the recipe of %s beside the saver cannot be read: %s", kv_id[:12], error)
             return None
 
+    def _segments(self, handle: KVHandle) -> tuple[KVHandle, ...]:
+        """What a handle was composed of, as far as somebody here knows."""
+        broker = self._broker(handle)
+        try:
+            return () if broker is None else broker.segments_of(handle)
+        except (RecipeMissing, IncompatibleHandle, ConfigError):
+            return ()  # ``_missing_rows`` says what is wrong with it
+
     def _missing_rows(self, handle: KVHandle, *, everything: bool) -> list[RecipeRow] | None:
         """Recipes that a handle stands on and the manifest lacks, root first; None when nobody here can account for it."""
         broker = self._broker(handle)
@@ -297,9 +307,12 @@ class Ledger:
                 f"{error}. Close the broker after the saver"
             ) from error
         wanted: list[Recipe] = []
+        is_line = all(recipe.composition is None for recipe in lineage)
         for recipe in reversed(lineage):
             if not everything and self.sidecar.has_recipe(recipe.kv_id, with_chat=recipe.has_chat):
-                break
+                if is_line:
+                    break
+                continue
             wanted.append(recipe)
         return [self._row(broker, recipe) for recipe in reversed(wanted)]
 
