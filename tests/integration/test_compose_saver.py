@@ -39,16 +39,20 @@ def test_a_composite_in_a_checkpoint_is_composed_again_after_a_restart_without_t
         with KVCheckpointSaver.local(tmp_path, broker, durability="recipe") as saver:
             state = graph_of(broker, saver).invoke({}, config)
         expected = broker.generate("more?", parent=state["context"], sampling=Sampling(max_tokens=6))
-    with KVBroker.open(engines("llama"), pool_bytes=16 << 20) as broker:
-        with KVCheckpointSaver.local(tmp_path, broker, durability="recipe") as saver:
-            stored = graph_of(broker, saver).get_state(config).values["context"]
-            assert stored == state["context"]
-            again = broker.generate("more?", parent=stored, sampling=Sampling(max_tokens=6))
-            assert again.token_ids == expected.token_ids
-            assert len(broker.segments_of(stored)) == 3
-            assert saver.stats().manifest.num_recipes == 5  # three segments, the composite, the answer
-            saver.delete_thread("t")
-            assert saver.stats().manifest.num_recipes == 0
-    with KVBroker.open(engines("llama"), pool_bytes=16 << 20) as broker:
-        with KVCheckpointSaver.local(tmp_path, broker, durability="recipe"):
-            assert broker.find_recipe(stored.kv_id) is None
+    with (
+        KVBroker.open(engines("llama"), pool_bytes=16 << 20) as broker,
+        KVCheckpointSaver.local(tmp_path, broker, durability="recipe") as saver,
+    ):
+        stored = graph_of(broker, saver).get_state(config).values["context"]
+        assert stored == state["context"]
+        again = broker.generate("more?", parent=stored, sampling=Sampling(max_tokens=6))
+        assert again.token_ids == expected.token_ids
+        assert len(broker.segments_of(stored)) == 3
+        assert saver.stats().manifest.num_recipes == 5  # three segments, the composite, the answer
+        saver.delete_thread("t")
+        assert saver.stats().manifest.num_recipes == 0
+    with (
+        KVBroker.open(engines("llama"), pool_bytes=16 << 20) as broker,
+        KVCheckpointSaver.local(tmp_path, broker, durability="recipe"),
+    ):
+        assert broker.find_recipe(stored.kv_id) is None
