@@ -22,10 +22,12 @@ from aaflow_langgraph.handle import KVHandle
 
 _LEAVES = frozenset({str, int, float, bool, bytes, complex, type(None)})
 _SHAPE = ("kv_id", "kv_namespace", "kv_tokens")
+_FIELDS = tuple(field.name for field in fields(KVHandle))
 
 
 def find_handles(value: Any) -> tuple[KVHandle, ...]:
-    """Every different handle in ``value``, in the order of their ids; dicts of a handle's or a composite's shape count as such.
+    """Every different handle in ``value``, in the order of their ids; dicts that name a handle, or have a composite's shape,
+    count as such.
 
     Walks without recursion and meets each object once, so depth and cycles do not matter; time is linear in the size.
     """
@@ -52,7 +54,10 @@ def _coerced(item: KVComposite | Mapping[Any, Any]) -> tuple[KVHandle, ...]:
     try:
         if isinstance(item, KVComposite) or is_composite_shaped(item):
             return KVComposite.coerce(item).kv_children
-        return (KVHandle.coerce(item),) if all(name in item for name in _SHAPE) else ()
+        if not all(name in item for name in _SHAPE):
+            return ()
+        # More may stand beside a handle's fields: a chat model's answer says what it cost, too.
+        return (KVHandle(**{name: item[name] for name in _FIELDS if name in item}),)
     except MalformedHandle:
         return ()
 

@@ -19,12 +19,13 @@ from langgraph.checkpoint.base.id import uuid6
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.checkpoint.sqlite import SqliteSaver
 from langgraph.checkpoint.sqlite.aio import AsyncSqliteSaver
-from langgraph.graph import START, StateGraph
+from langgraph.graph import START, MessagesState, StateGraph
 from langgraph.types import Command, Send, interrupt
 from typing_extensions import TypedDict
 
 from aaflow_langgraph import (
     KVBroker,
+    KVChatModel,
     KVCheckpointSaver,
     KVHandle,
     prefill_node,
@@ -66,6 +67,32 @@ def test_a_thread_goes_on_in_a_later_process_with_the_same_tokens(
         assert later.stats().num_recomputed_tokens == (
             0 if durability != "recipe" else again.usage.num_context - _added(later, plan, again)
         )
+
+
+def test_an_application_of_messages_goes_on_in_a_later_process_from_the_tokens_it_said(
+    open_broker: Callable[..., KVBroker], tmp_path: Path
+) -> None:
+    """No handle is in its state: the answers of a ``KVChatModel`` name their conversations."""
+
+    def turn(broker: KVBroker, said: str) -> Any:
+        model = KVChatModel(broker, max_tokens=4)
+        builder: StateGraph[Any] = StateGraph(MessagesState)
+        builder.add_node("answer", lambda state: {"messages": [model.invoke(state["messages"])]})
+        builder.add_edge(START, "answer")
+        with KVCheckpointSaver.local(tmp_path, broker) as saver:
+            done = builder.compile(checkpointer=saver).invoke({"messages": [("user", said)]}, thread())
+            return done["messages"][-1].usage_metadata
+
+    first = open_broker()
+    before = turn(first, "All work and no play?")
+    first.close()
+    later = open_broker()
+    after = turn(later, "And then?")
+    assert after["input_token_details"]["cache_read"] >= before["input_tokens"] + before["output_tokens"] - 1
+    assert later.stats().num_recomputed_tokens == 0
+    with KVCheckpointSaver.local(tmp_path, later) as saver:
+        saver.delete_thread("1")
+        assert is_empty(saver)
 
 
 def _plan(broker: KVBroker, folder: Path) -> KVHandle:

@@ -70,6 +70,7 @@ class Ring:
         Model(extra=handle()),
         AIMessage("hello", additional_kwargs={"kv": handle()}),
         AIMessage("hello", response_metadata={"kv": handle().to_dict()}),
+        AIMessage("hello", response_metadata={"kv": {**handle().to_dict(), "num_reused": 3, "words": "hello"}}),
         Send("node", {"docs": handle()}),
         Send("node", handle()),
         Interrupt(value={"read": handle()}, id="1"),
@@ -99,7 +100,6 @@ def test_it_is_found(value: Any) -> None:
         {"kv_id": "ab" * 32},
         {**handle().to_dict(), "kv_id": "short"},
         {**handle().to_dict(), "kv_tokens": True},
-        {**handle().to_dict(), "more": 1},
         KVHandle,
         Plain,
         object(),
@@ -115,6 +115,11 @@ def test_nothing_else_is(value: Any) -> None:
 def test_what_has_nearly_a_handles_shape_is_looked_into() -> None:
     value = {"kv_id": handle(2), "kv_namespace": handle(3), "kv_tokens": handle(4)}
     assert find_handles(value) == (handle(2), handle(3), handle(4))
+
+
+def test_a_dict_that_names_a_handle_keeps_whether_it_is_exact() -> None:
+    (found,) = find_handles({**handle().to_dict(), "kv_exact": False, "num_reused": 3})
+    assert not found.kv_exact
 
 
 def test_a_composite_counts_as_its_children_and_a_forged_one_as_nothing() -> None:
