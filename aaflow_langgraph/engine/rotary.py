@@ -5,9 +5,10 @@ Rotary keys are ``k_m = R(m) W_k h``: moving them by ``d`` positions is ``R(d)``
     x1' = x1 cos(d w) - x2 sin(d w)        x2' = x2 cos(d w) + x1 sin(d w)
 
 The probe runs the same tokens at position 0 and at several offsets and asks, layer by layer, which of the model's own sets of
-frequencies, which pairing and which leading dims map the one keys to the other; it goes by what the model computes and knows
-no names of models. Where keys or values do anything else, the model is refused with the layer and the reason. Scaled rotary
-(linear, llama3, yarn) is in the frequencies already; a module that also scales its cosines scales keys, not the move.
+frequencies, which pairing and which leading dims map the one keys to the other; and whether tokens at scattered positions come
+out as in order. It goes by what the model computes and knows no names of models. Where keys or values do anything else, the
+model is refused with the layer and the reason. Scaled rotary (linear, llama3, yarn) is in the frequencies already; a module that
+also scales its cosines scales keys, not the move.
 
 Knows a loaded engine and tensors; knows no segment, no extent and no broker.
 """
@@ -23,6 +24,7 @@ import transformers
 
 from aaflow_langgraph.engine import cache_adapter
 from aaflow_langgraph.engine.fingerprint import read_cached, write_cached
+from aaflow_langgraph.engine.mixed import Mixed
 from aaflow_langgraph.errors import NotComposable
 from aaflow_langgraph.hashing import digest
 
@@ -143,7 +145,7 @@ def rotation_of(engine: TransformersEngine) -> Rotation:
 
 def _find(engine: TransformersEngine) -> Rotation | str:
     """The rotation, or why there is none."""
-    key = digest("rotary-1", engine.namespace.digest, engine.device.type, torch.__version__, transformers.__version__)
+    key = digest("rotary-2", engine.namespace.digest, engine.device.type, torch.__version__, transformers.__version__)
     known = read_cached("rotary", key) if engine.folder else None
     frequencies = _frequencies(engine.model)
     if isinstance(known, str):
@@ -184,8 +186,8 @@ def _probe(engine: TransformersEngine, frequencies: dict[str, torch.Tensor]) -> 
     room = engine.window - num_tokens
     moves = [move for move in _MOVES if move <= room] or [room]
     ids = [(7919 * number + 13) % engine.vocab_size for number in range(num_tokens)]
-    base = _encode(engine, ids, 0)
-    moved = [(by, _encode(engine, ids, by)) for by in moves]
+    base, _logits = _encode(engine, ids, 0)
+    moved = [(by, _encode(engine, ids, by)[0]) for by in moves]
     bound = _TOLERANCE[engine.model.dtype]
     layers = [
         _judge(
@@ -204,6 +206,8 @@ def _probe(engine: TransformersEngine, frequencies: dict[str, torch.Tensor]) -> 
             "through the attention scores (ALiBi and other biases), through positions that cannot be given, or not at all, and "
             "such scores are not computed for tokens at chosen positions"
         )
+    # Where a layer's window is shorter, so is every composite.
+    _check_scattered(engine, ids[: min([num_tokens, *(x for x in cache_adapter.layer_windows(engine.model) if x)])])
     return layers
 
 
@@ -262,8 +266,32 @@ def _error(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((off / size.clamp_min(floor + 1e-30)).mean().sqrt())
 
 
-def _encode(engine: TransformersEngine, ids: list[int], position: int) -> torch.Tensor:
-    """KV ``[L, 2, H, T, D]`` in fp32 of ``ids`` at ``position`` with nothing before them, by the model's own attention."""
+def _check_scattered(engine: TransformersEngine, ids: list[int]) -> None:
+    """Refuse a model that does not run tokens at scattered positions over given KV as it runs them in order."""
+    kind = type(engine.model).__name__
+    kv, wanted = _encode(engine, ids, 0)
+    chosen = sorted({*range(1, len(ids), 3), len(ids) - 1})
+    rows = kv.to(engine.device, engine.model.dtype)
+    try:
+        found = engine.run_at([ids[number] for number in chosen], chosen, Mixed([], rows, 0))
+    except (RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError, IndexError) as error:
+        raise NotComposable(
+            f"layer 0 of {kind} does not run tokens at scattered positions ({type(error).__name__}: {error}): its attention takes "
+            "no mask of ours"
+        ) from error
+    off = float((found.float() - wanted.float()).abs().mean() / (wanted.float().std() + 1e-6))
+    bound = _TOLERANCE[engine.model.dtype]
+    if not off <= bound:
+        raise NotComposable(
+            f"layer 0 of {kind}, or a later one, computes something else for tokens at scattered positions than in order: "
+            f"logits differ by {off:.1e} of their spread, allowed {bound:g}; it does not go by the mask and the positions it gets"
+        )
+
+
+def _encode(engine: TransformersEngine, ids: list[int], position: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """KV ``[L, 2, H, T, D]`` in fp32 of ``ids`` at ``position`` with nothing before them, by the model's own attention, and the
+    logits after the last.
+    """
     kept: list[torch.Tensor] = [torch.empty(0)] * engine.layout.num_layers
 
     def note(layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -272,8 +300,8 @@ def _encode(engine: TransformersEngine, ids: list[int], position: int) -> torch.
 
     layers = [cache_adapter.UniversalLayer(n, note, lambda: 0, is_sliding=False) for n in range(len(kept))]
     with engine.lock:
-        engine.forward(ids, position, cache_adapter.as_cache(layers))
-    return torch.stack(kept)
+        logits = engine.forward(ids, position, cache_adapter.as_cache(layers))
+    return torch.stack(kept), logits
 
 
 def _frequencies(model: Any) -> dict[str, torch.Tensor]:

@@ -155,6 +155,25 @@ def test_keys_that_move_otherwise_are_refused_with_the_error(engines: Engines) -
         rotary.rotation_of(engine)
 
 
+def test_a_model_that_goes_by_order_instead_of_positions_is_refused() -> None:
+    """Its keys move, but its attention ignores the mask that says which position sees which."""
+    made = tiny.model("gemma3", sliding_window=600)
+    engine = TransformersEngine(made, tiny.tokenizer(), name="by order")
+    for layer in made.model.layers:
+        layer.register_forward_pre_hook(_forget_scattered_mask, with_kwargs=True)
+    with pytest.raises(
+        NotComposable, match=r"Gemma3\w+, or a later one, computes something else for tokens at scattered"
+    ):
+        rotary.rotation_of(engine)
+
+
+def _forget_scattered_mask(_module: Any, inputs: Any, options: dict[str, Any]) -> Any:
+    mask = options["attention_mask"]
+    if mask is not None and mask.shape[-1] != mask.shape[-2]:
+        options["attention_mask"] = torch.zeros_like(mask)
+    return inputs, options
+
+
 def test_a_refusal_is_remembered(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engines("gpt2")
     with pytest.raises(NotComposable) as first:
