@@ -6,6 +6,7 @@ import itertools
 import json
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +17,7 @@ from langgraph.checkpoint.serde.jsonplus import JsonPlusSerializer
 from langgraph.checkpoint.sqlite import SqliteSaver
 from langgraph.graph import END, START, StateGraph
 from langgraph.types import Command, Send, interrupt
+from pydantic import BaseModel
 from typing_extensions import TypedDict
 
 from aaflow_langgraph import (
@@ -187,6 +189,39 @@ def test_an_edited_dict_becomes_a_composite_again_and_garbage_keeps_it(
     assert graph.get_state(thread()).values["sources"] == KVComposite.of(docs.values(), k=3)
     graph.update_state(thread(), {"sources": {**edited, "kv_k": -3}}, as_node="rome")
     assert graph.get_state(thread()).values["sources"] == KVComposite.of(docs.values(), k=3)
+
+
+@dataclass
+class DataclassState:
+    sources: Annotated[KVHandle | KVComposite | None, KVCompose(k=3)] = None
+
+
+class PydanticState(BaseModel):
+    sources: Annotated[KVHandle | KVComposite | None, KVCompose(k=3)] = None
+
+
+@pytest.mark.parametrize("schema", [DataclassState, PydanticState])
+def test_the_channel_serves_dataclass_and_pydantic_states_and_has_a_json_schema(
+    schema: Any, docs: dict[str, KVHandle]
+) -> None:
+    seen: list[Any] = []
+    builder: StateGraph[Any] = StateGraph(schema)
+    builder.add_node("a", lambda state: {"sources": docs["rome"]})
+    builder.add_node("b", lambda state: {"sources": docs["oslo"]})
+
+    def see(state: Any) -> Any:
+        seen.append(state.sources)
+        return state  # echoes every field
+
+    builder.add_node("c", see)
+    for name in ("a", "b"):
+        builder.add_edge(START, name)
+    builder.add_edge(["a", "b"], "c")
+    graph = builder.compile(checkpointer=InMemorySaver(serde=handle_serializer()))
+    expected = KVComposite.of([docs["rome"], docs["oslo"]], k=3)
+    assert graph.invoke({}, thread())["sources"] == expected
+    assert seen == [expected]
+    assert "kv_child_ids" in json.dumps(graph.get_output_jsonschema())
 
 
 # --- the node that joins ---
