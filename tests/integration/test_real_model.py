@@ -61,3 +61,19 @@ def test_deterministic_answers_are_bit_identical_with_and_without_cache(engine: 
         assert warm.usage.num_reused > 0
         assert warm.logprobs == cold.logprobs  # bit for bit
         assert warm.token_ids == cold.token_ids
+
+
+@pytest.mark.parametrize("engine", ["float32"], indirect=True)
+def test_composed_documents_equal_the_dense_forward_when_everything_is_recomputed(engine: TransformersEngine) -> None:
+    """And when nothing is, layer 0, which needs no context, is still right: keys were moved to where they stand."""
+    with KVBroker.open(engine, pool_bytes=256 << 20) as broker:
+        docs = [broker.prefill(f"{text} " * 12).handle for text in ("The river is long.", "A dog barks.", "Who won?")]
+        dense = broker.compose(docs, exact=True).handle
+        right = broker.first_logits(dense, [30])
+        for options in ({"rung": "legolink", "k": 10_000}, {"rung": "blend", "r": 1.0}):
+            composed = broker.compose(docs, **options)  # type: ignore[arg-type]
+            assert torch.allclose(broker.first_logits(composed.handle, [30]), right, atol=1e-4 * float(right.std()))
+        moved = broker.compose(docs, rung="legolink", k=0, audit=True)
+        assert moved.report.audit is not None
+        assert moved.report.audit.kl > 1e-6
+        assert moved.report.num_recomputed == 0
