@@ -508,8 +508,10 @@ def test_watch_shows_changes_until_it_is_interrupted(site: Site) -> None:
     worker = site.worker()
     reading, terminal = pty.openpty()
     options = ["inspect", "--index", site.server.url, "--watch"]
+    # Whoever runs the tests may have Ctrl-C ignored, as a shell does for what runs in its background; that is inherited.
+    heeding = f"import signal; signal.signal(signal.SIGINT, signal.default_int_handler); {RUN}"
     process = subprocess.Popen(
-        [sys.executable, "-c", RUN, *options], stdout=terminal, stderr=terminal, stdin=subprocess.DEVNULL
+        [sys.executable, "-c", heeding, *options], stdout=terminal, stderr=terminal, stdin=subprocess.DEVNULL
     )
     os.close(terminal)
     shown = b""
