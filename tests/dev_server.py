@@ -69,7 +69,7 @@ class DevServer:
                 stdout=log,
                 stderr=log,
             )
-        until(self._answers, f"the server starts; see {self.log}", timeout_s=60)
+        until(self._answers, f"the server starts; see {self.log}", timeout_s=240)
         self.client = get_sync_client(url=self.url)
 
     def stop(self) -> None:
