@@ -231,6 +231,8 @@ def test_garbage_in_the_json_editor_keeps_the_handle_and_says_why(dev: DevServer
     client.threads.update_state(thread, {"docs": None}, as_node="read")
     again = client.runs.wait(thread, "asking", input=None)
     assert (again["docs"], again["chat"]) == (first["docs"], first["chat"])
+    client.threads.update_state(thread, {"docs": {"__overwrite__": None}}, as_node="read")
+    assert "docs" not in client.threads.get_state(thread)["values"]
 
 
 @pytest.mark.parametrize(
