@@ -145,6 +145,9 @@ class Commands:
     def append(self, handle: dict[str, Any], token_ids: list[int]) -> dict[str, Any]:
         return self.broker.append(handle, token_ids).to_dict()
 
+    def compose(self, handles: list[dict[str, Any]], **options: Any) -> dict[str, Any]:
+        return self.broker.compose(handles, **options).handle.to_dict()
+
     def generate(
         self, handle: dict[str, Any] | None, count: int, *, prompt: str = "so", pause_at: int | None = None
     ) -> tuple[int, ...]:

@@ -70,6 +70,30 @@ def test_different_questions_behind_one_context_share_its_blocks(host: Host, ser
         assert worker("check") == []
 
 
+def test_a_composite_is_composed_once_and_again_where_its_maker_and_its_kv_are_gone(
+    host: Host, server: RealServer
+) -> None:
+    first, second = host.worker(), host.worker()
+    first("open", server.url)
+    second("open", server.url)
+    docs = [first("materialize", tiny.words(300, seed=seed)) for seed in range(3)]
+    composed = first("compose", docs)
+    expected = first("generate", composed, NUM_NEW)
+    before = second("stats")["num_prefilled_tokens"]
+    assert second("compose", docs) == composed
+    assert second("generate", composed, NUM_NEW) == expected
+    assert second("stats")["num_prefilled_tokens"] - before <= 16  # the prompt
+    assert second("check") == []
+    first.kill()
+    wait_until(lambda: second("attached") == [])  # what the dead process left was copied
+    second("evict", composed)
+    for handle in docs:
+        second("evict", handle)
+    assert second("transfer", composed)["num_missing"] == composed["kv_tokens"]
+    assert second("generate", composed, NUM_NEW) == expected
+    assert second("check") == []
+
+
 def test_a_handle_made_here_is_read_there_and_its_children_here_again(
     host: Host, server: RealServer, cold: Cold
 ) -> None:
