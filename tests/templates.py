@@ -108,5 +108,10 @@ MISTRAL = """
 {%- endfor %}"""
 """Mistral's kind: strict alternation, calls with ids of nine letters, a space that the open turn does not have."""
 
-UNKNOWN_CALLS = HERMES.replace("<tool_call>", "<invoke>").replace("</tool_call>", "</invoke>")
-"""Shows tools, and writes calls in a way of its own."""
+UNKNOWN_CALLS = HERMES.replace(
+    '{{- \'<tool_call>\\n{"name": "\' + call.function.name', "{{- '<tool_call>' + call.function.name"
+)
+"""Shows tools, and writes calls in a way of its own, in known tags."""
+
+NO_CALLS = HERMES.replace("message.tool_calls or []", "[]")
+"""Shows tools and says how to call them; leaves calls out of the history."""

@@ -24,6 +24,9 @@ from aaflow_langgraph.handle import KVHandle
 from aaflow_langgraph.hashing import digest
 from aaflow_langgraph.results import Generation
 
+_CUT = "\ufffd"
+"""What is left of a character that ``max_tokens`` cut in two. It is no content, like special tokens."""
+
 
 def handle_of(message: BaseMessage) -> KVHandle | None:
     """The handle of the conversation that ended in ``message``; None when no ``KVChatModel`` said it."""
@@ -43,12 +46,11 @@ def words_of(message: AIMessage, tools: ToolFormat | None, spoken: Spoken | None
     kv = message.response_metadata.get("kv")
     words = kv.get("words") if isinstance(kv, Mapping) else None
     if tools is not None and isinstance(words, str):
-        return words if _says(tools.read(words), message) else None
+        return words if _says(tools.read(words.rstrip(_CUT)), message) else None
     if spoken is None or message.tool_calls or message.invalid_tool_calls:
         return None
-    # Special tokens, and the bytes of a character that max_tokens cut in two, are no content.
     whole = frame.spell(spoken.answer_ids)
-    is_more = whole != message.text and frame.decode(spoken.answer_ids).rstrip("\ufffd") == message.text
+    is_more = whole != message.text and frame.decode(spoken.answer_ids).rstrip(_CUT) == message.text
     return whole if is_more else None
 
 
@@ -93,7 +95,7 @@ class Reader:
     def finish(self, token_ids: Sequence[int]) -> tuple[Said, str, str]:
         """Content and calls of the whole answer, all its words, and the content that was not shown yet."""
         words = self._opening + self._decode(token_ids)
-        said = self._tools.read(words)
+        said = self._tools.read(words.rstrip(_CUT))
         return said, words, self._show(said.content)
 
     def _show(self, content: str) -> str:

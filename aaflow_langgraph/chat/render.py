@@ -206,7 +206,9 @@ class Renderer:
             return None
         for said, place in zip(worded, written, strict=True):
             own_text, plain_text = text[said.start : said.stop], plain[place.start : place.stop]
-            if own_text != (plain_text if said.part.words is None else said.part.words):
+            if said.part.words is None and own_text != plain_text:
+                return None
+            if said.part.words is not None and not _keeps_the_end(own_text, said.part.words):
                 return None
         return text
 
@@ -352,6 +354,12 @@ def _in_own_words(part: Part) -> dict[str, Any]:
     if part.words is None:
         return part.message
     return {**{key: value for key, value in part.message.items() if key != "tool_calls"}, "content": part.words}
+
+
+def _keeps_the_end(written: str, words: str) -> bool:
+    """Are these the words, but for reasoning that the template left out in front of them?"""
+    end = written.strip()
+    return written == words or (bool(end) and words.rstrip().endswith(end))
 
 
 def _merged(parts: Sequence[Part]) -> list[Part]:

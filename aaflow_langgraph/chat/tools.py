@@ -211,7 +211,7 @@ def recognise(render: Render) -> ToolFormat:
             return _FORMATS[2] if isinstance(known, MistralFormat) and "[ARGS]" in written else known
     # A template that shows tools and does not write calls back: what it tells the model to write.
     for known, mark in ((_FORMATS[0], "<tool_call>"), (_FORMATS[1], "[TOOL_CALLS]")):
-        if mark in asked:
+        if mark in asked and _PROBE not in written:
             return known
     raise ConfigError(
         "this model's chat template writes tool calls in a way that is not known here "

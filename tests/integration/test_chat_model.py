@@ -407,6 +407,16 @@ def test_tools_are_shown_and_calls_are_read(broker: ScriptedBroker, scripted: No
     assert "Add two numbers" not in seen[-1]
 
 
+def test_a_character_that_was_cut_is_no_content_and_costs_no_reuse(broker: ScriptedBroker, scripted: None) -> None:
+    broker.script = lambda prompt: "né"
+    for model in (KVChatModel(broker), KVChatModel(broker).bind_tools([add])):
+        asked = [HumanMessage("Cut it.")]
+        cut = model.invoke(asked, max_tokens=2)
+        assert cut.content == "n"
+        again = model.invoke([*asked, cut, HumanMessage("Again.")])
+        assert reuse_of(again)[1] == sum(reuse_of(cut)[::2]) - 1
+
+
 def test_a_tool_loop_reuses_every_token_and_equals_the_one_without_kv(broker: ScriptedBroker, scripted: None) -> None:
     def script(prompt: str) -> str:
         return "It is 3." if "<tool_response>" in prompt else call_text("add", a=1, b=2)

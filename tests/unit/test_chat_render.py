@@ -223,6 +223,11 @@ def test_reasoning_of_a_tool_loop_stays_until_the_next_question(template: str) -
     again = talk.prompt(HumanMessage("And y?"))
     assert "I need the tool" not in again.text
     assert again.token_ids[: len(asked.token_ids)] == asked.token_ids
+    # Reasoning goes, the model's own spelling of its calls stays, and this loop only grows, too.
+    called = talk.answer("<think>\nOnce more.\n</think>\n\n" + SPACED)
+    after = talk.prompt(ToolMessage("nowhere", tool_call_id="call00000"))
+    assert after.text.count(SPACED) == 2
+    assert after.token_ids[: len(talk.known(called))] == talk.known(called)
 
 
 def test_an_edited_answer_is_encoded_anew_behind_what_is_still_true() -> None:

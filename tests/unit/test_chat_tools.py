@@ -125,6 +125,7 @@ def test_an_opened_answer_goes_on_to_a_call(tools: ToolFormat) -> None:
     [
         (templates.HERMES, HermesFormat),
         (templates.THINKING, HermesFormat),
+        (templates.NO_CALLS, HermesFormat),
         (templates.LLAMA, LlamaFormat),
         (templates.MISTRAL, MistralFormat),
     ],
