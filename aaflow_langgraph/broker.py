@@ -61,7 +61,7 @@ class KVBroker:
 
     Thread-safe. Use as a context manager or call ``close``. Two brokers in one process share nothing.
 
-    Example:
+    Examples:
         >>> broker = KVBroker.open("HuggingFaceTB/SmolLM2-135M-Instruct")  # doctest: +SKIP
         >>> docs = broker.prefill("Berlin is the capital of Germany.").handle  # doctest: +SKIP
         >>> broker.generate("Which city is named?", parent=docs).text  # doctest: +SKIP

@@ -61,7 +61,7 @@ class _Family:
 def prometheus(stats: Stats, namespace: str) -> str:
     """What one broker counted, labelled with its namespace.
 
-    Example:
+    Examples:
         >>> print(prometheus(broker.stats(), broker.namespace.digest))  # doctest: +SKIP
     """
     families = [

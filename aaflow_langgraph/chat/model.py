@@ -64,7 +64,7 @@ class KVChatModel(BaseChatModel):
     Raises:
         ConfigError: A field is unknown or out of range. When called: see the reference. Way out: fail.
 
-    Example:
+    Examples:
         >>> model = KVChatModel(KVBroker.open("Qwen/Qwen2.5-0.5B-Instruct"), max_tokens=64)  # doctest: +SKIP
         >>> model.invoke("Which city is the capital of Kenya?").text  # doctest: +SKIP
         'The capital of Kenya is Nairobi.'

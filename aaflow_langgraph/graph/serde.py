@@ -32,7 +32,7 @@ def handle_serializer(*extra: type | tuple[str, ...]) -> JsonPlusSerializer:
     Args:
         extra: The application's own state types, as classes or ``(module, name)``; those left out come back as dicts.
 
-    Example:
+    Examples:
         ``SqliteSaver(connection, serde=handle_serializer(MyState))``
     """
     allowed: Iterable[type | tuple[str, ...]] = (*MSGPACK_ALLOWLIST, *extra)

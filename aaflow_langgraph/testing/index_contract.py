@@ -1,6 +1,6 @@
 """The contract of ``Index`` as tests. Subclass, say how an index is made, and let pytest collect the subclass.
 
-Example:
+Examples:
     class TestMyIndex(IndexContract):
         def make_index(self, clock: Callable[[], float]) -> Index:
             return MyIndex(clock=clock)

@@ -1,6 +1,6 @@
 """The contract of ``Pool`` as tests. Subclass, say how a pool is made, and let pytest collect the subclass.
 
-Example:
+Examples:
     class TestMyPool(PoolContract):
         def make_pool(self, capacity_bytes: int) -> Pool:
             return MyPool(capacity_bytes)

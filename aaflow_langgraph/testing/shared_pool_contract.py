@@ -3,7 +3,7 @@
 Both sides live in one process here: what is promised about bytes and generations does not depend on where the reader runs.
 What does (death, signals, other users) is tested with real processes, beside the pool.
 
-Example:
+Examples:
     class TestMySharedPool(SharedPoolContract):
         alignment_bytes = 4096
 

@@ -1,6 +1,6 @@
 """The contract of the operator ``transfer`` as tests, in both colours. Subclass and say how a broker is opened.
 
-Example:
+Examples:
     class TestMyTransfer(TransferContract):
         def open_broker(self, *, disk: bool = False) -> KVBroker:
             return KVBroker.open(engine(), index=URL, disk=folder if disk else None)
