@@ -10,6 +10,7 @@ from aaflow_langgraph.broker import KVBroker
 from aaflow_langgraph.errors import ConfigError, IndexUnavailable
 from aaflow_langgraph.model import Recipe
 from aaflow_langgraph.studio.facts import Facts
+from aaflow_langgraph.studio.tally import MOST_CHARS
 
 
 class InProcess:
@@ -52,7 +53,7 @@ class InProcess:
             "num_handles": len(broker.recipes()),
             "num_requests": entries[-1].number if entries else 0,
             "num_movements": movements[-1].number if movements else 0,
-            "threads": sorted({entry.thread for entry in entries if entry.thread}),
+            "threads": sorted({entry.thread for entry in entries if 0 < len(entry.thread) <= MOST_CHARS}),
             "stats": None,
             "pool": None,
         }

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from aaflow_langgraph.composite import APPROXIMATE_RUNGS
 from aaflow_langgraph.journal import Entry
 from aaflow_langgraph.model import Recipe
 from aaflow_langgraph.studio.facts import Facts
@@ -14,10 +15,6 @@ Bond = Literal["extends", "rewrites", "composes"]
 """``extends``: the parent's tokens, then more. ``rewrites``: the chat template changed what the parent had, so only a common
 prefix is shared. ``composes``: a segment of it.
 """
-
-
-APPROXIMATE = frozenset({"legolink", "blend"})
-"""Rungs of the compose ladder whose KV is not what a plain forward computes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +154,7 @@ class Lineage:
 
 def is_approximate(recipe: Recipe) -> bool:
     """Was KV moved without being computed anew?"""
-    return recipe.composition is not None and recipe.composition.rung in APPROXIMATE
+    return recipe.composition is not None and recipe.composition.rung in APPROXIMATE_RUNGS
 
 
 @dataclass(frozen=True, slots=True)

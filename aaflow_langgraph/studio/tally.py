@@ -9,6 +9,9 @@ from typing import Any
 from aaflow_langgraph.journal import Entry
 from aaflow_langgraph.studio.lineage import Lineage
 
+MOST_CHARS = 256
+"""Of a name from outside, for example a thread id: nobody bounds them."""
+
 
 def entry_document(entry: Entry, lineage: Lineage) -> dict[str, Any]:
     """One request: numbers, names and ids; no tokens, no text."""
@@ -16,8 +19,8 @@ def entry_document(entry: Entry, lineage: Lineage) -> dict[str, Any]:
         "number": entry.number,
         "at_s": entry.at_s,
         "operator": entry.operator,
-        "node": entry.node,
-        "thread": entry.thread,
+        "node": entry.node[:MOST_CHARS],
+        "thread": entry.thread[:MOST_CHARS],
         "label": entry.label,
         "kv_id": entry.kv_id,
         "parent": entry.parent,
@@ -47,7 +50,7 @@ def by_node(entries: Sequence[Entry]) -> list[dict[str, Any]]:
     groups: dict[tuple[str, str], list[Entry]] = {}
     for entry in entries:
         groups.setdefault((entry.node, "" if entry.node else entry.operator), []).append(entry)
-    return [{"node": node, "operator": operator, **sums(its)} for (node, operator), its in groups.items()]
+    return [{"node": node[:MOST_CHARS], "operator": operator, **sums(its)} for (node, operator), its in groups.items()]
 
 
 def by_edge(entries: Sequence[Entry], lineage: Lineage) -> list[dict[str, Any]]:
@@ -56,7 +59,10 @@ def by_edge(entries: Sequence[Entry], lineage: Lineage) -> list[dict[str, Any]]:
     for entry in entries:
         if entry.parent is not None:
             groups.setdefault((lineage.maker(entry.parent), entry.node or entry.operator), []).append(entry)
-    return [{"source": source, "target": target, **sums(its)} for (source, target), its in groups.items()]
+    return [
+        {"source": source[:MOST_CHARS], "target": target[:MOST_CHARS], **sums(its)}
+        for (source, target), its in groups.items()
+    ]
 
 
 def sums(entries: Iterable[Entry]) -> dict[str, Any]:

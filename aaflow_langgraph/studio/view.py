@@ -17,6 +17,7 @@ from aaflow_langgraph.model import Recipe
 from aaflow_langgraph.studio.coverage import WHERE, Coverage, Extents
 from aaflow_langgraph.studio.facts import Facts, Source, tokens_along
 from aaflow_langgraph.studio.lineage import Drawing, Lineage, fold
+from aaflow_langgraph.studio.tally import MOST_CHARS as MOST_NAME
 from aaflow_langgraph.studio.tally import by_edge, by_node, entry_document, num_missed, sums
 
 FRESH_S = 0.5
@@ -25,7 +26,7 @@ FRESH_S = 0.5
 MOST_CHARS = 2_000
 """Of a turn's text this much is shown from its front, and a quarter of it from its end."""
 
-_AROUND = 24
+_AROUND = 40
 """Token ids on each side of a difference."""
 
 FEWEST_TOKENS = 16
@@ -168,9 +169,11 @@ class View:
             "movements": [
                 {
                     **asdict(movement),
+                    "node": movement.node[:MOST_NAME],
+                    "thread": movement.thread[:MOST_NAME],
                     "kv_id": owners.get(movement.end_id),
                     "label": self._label(lineage, owners.get(movement.end_id)),
-                    "made_by": lineage.maker(owners.get(movement.end_id)),
+                    "made_by": lineage.maker(owners.get(movement.end_id))[:MOST_NAME],
                 }
                 for movement in page
             ],
@@ -248,8 +251,8 @@ class View:
             "num_tokens": recipe.stop,
             "num_added": recipe.stop - recipe.start,
             "num_children": len(lineage.children.get(kv_id, ())),
-            "node": entries[0].node if entries else "",
-            "thread": entries[0].thread if entries else "",
+            "node": entries[0].node[:MOST_NAME] if entries else "",
+            "thread": entries[0].thread[:MOST_NAME] if entries else "",
             "num_requests": len(entries),
             "num_reused": entries[0].num_reused if entries else None,
             "num_prefilled": entries[0].num_context - entries[0].num_reused if entries else None,

@@ -65,12 +65,21 @@ function outsideSums() {
     sum("recipes on disk", count(files.num_recipes), ""));
 }
 
+/** An answer, or null when the same part was asked for again meanwhile: answers may come in another order. */
+const turns = {};
+async function newest(part, asking) {
+  const mine = turns[part] = (turns[part] ?? 0) + 1;
+  const told = await asking;
+  return turns[part] === mine ? told : null;
+}
+
 async function sums() {
   if (overview.kind === "outside") {
     outsideSums();
     return;
   }
-  const told = await ask("profile", { thread: view.thread });
+  const told = await newest("sums", ask("profile", { thread: view.thread }));
+  if (!told) return;
   const all = told.total, stats = overview.stats, its = overview.pool;
   const used = (stats?.pool_used_bytes ?? 0), capacity = its?.capacity_bytes ?? 0;
   show(at("sums"),
@@ -84,7 +93,9 @@ async function sums() {
 }
 
 async function graph() {
-  lineage = await ask("graph", { focus: view.focus, thread: view.thread, limit: view.limit });
+  const told = await newest("graph", ask("graph", { focus: view.focus, thread: view.thread, limit: view.limit }));
+  if (!told) return;
+  lineage = told;
   drawGraph();
 }
 
@@ -101,8 +112,8 @@ function drawGraph() {
 
 async function panel() {
   const tab = TABS[view.tab];
-  const told = await ask(tab.asks, { thread: view.thread, ...tab.options, ...(tab.paged ? { offset: view.offset, limit: 50 } : {}), ...(tab.searches ? { q: view.find } : {}) });
-  show(at("panel"), tab.draw(told, { pick, why, go: (offset) => { view.offset = offset; panel().catch(gone); } }));
+  const told = await newest("panel", ask(tab.asks, { thread: view.thread, ...tab.options, ...(tab.paged ? { offset: view.offset, limit: 50 } : {}), ...(tab.searches ? { q: view.find } : {}) }));
+  if (told) show(at("panel"), tab.draw(told, { pick, why, go: (offset) => { view.offset = offset; panel().catch(gone); } }));
 }
 
 async function timeline() {
@@ -112,12 +123,14 @@ async function timeline() {
     graph().catch(gone);
   }
   if (overview.has_checkpoints && view.thread && threads.some((one) => one.thread_id === view.thread)) {
-    drawCheckpoints(await ask("thread", { id: view.thread, limit: 60 }), pick);
+    const told = await newest("timeline", ask("thread", { id: view.thread, limit: 60 }));
+    if (told) drawCheckpoints(told, pick);
     drawGraph(); // the checkpoints told labels
   } else if (overview.kind === "outside") {
     noTimeline(threads.length ? "Choose a thread to see its checkpoints." : "No checkpoints are looked at: aaflow studio --checkpoints PATH.");
   } else {
-    drawRequests(await ask("requests", { thread: view.thread, limit: 40 }), pick);
+    const told = await newest("timeline", ask("requests", { thread: view.thread, limit: 40 }));
+    if (told) drawRequests(told, pick);
   }
 }
 
@@ -138,7 +151,8 @@ async function listThreads() {
 
 async function pool() {
   const kv_id = view.picked && lineage?.nodes.some((one) => one.kv_id === view.picked) ? view.picked : "";
-  drawPool(overview, overview.pool ? await ask("pool", { kv_id }) : null);
+  const map = overview.pool ? await newest("pool", ask("pool", { kv_id })) : null;
+  if (map || !overview.pool) drawPool(overview, map);
 }
 
 // ---------------------------------------------------------------- what the user does
@@ -165,7 +179,9 @@ const why = (request) => details(() => ask("miss", { number: request.number }), 
 
 async function details(asking, drawing) {
   try {
-    drawing(await asking());
+    const told = await newest("details", asking());
+    if (!told) return;
+    drawing(told);
     at("detail").scrollTop = 0;
     if (!matchMedia("(min-width: 1021px)").matches) at("detail").focus({ preventScroll: true });
   } catch (error) {
@@ -214,8 +230,8 @@ function choose(tab) {
 function head() {
   const { kind, model, dtype, device, namespace, state, metadata_only, looks_at, kv } = overview;
   show(at("who"), kind === "broker"
-    ? [h("b", {}, h("bdi", {}, clean(model, 60))), ` ${dtype} on ${device}, `, h("code", { title: namespace }, namespace.slice(0, 12))]
-    : ["seen from outside: ", Object.entries(looks_at).filter(([, place]) => place).map(([what, place]) => `${what} ${place}`).join(", ")],
+    ? [h("b", {}, h("bdi", {}, clean(model, 60))), ` ${clean(dtype, 20)} on ${clean(device, 20)}, `, h("code", { title: namespace }, namespace.slice(0, 12))]
+    : ["seen from outside: ", Object.entries(looks_at).filter(([, place]) => place).map(([what, place]) => `${what} ${clean(place, 120)}`).join(", ")],
   " ", metadata_only ? h("span", { class: "badge strong" }, "metadata only") : null, kv === false ? h("span", { class: "badge strong" }, "kv=False: text is passed") : null);
   at("state").textContent = paused ? "paused" : { open: "live", closed: "broker closed", unreachable: "out of reach" }[state];
   at("state").dataset.is = state;
