@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 from collections.abc import Callable
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Annotated, Any
 
 import pytest
 import torch
+from langgraph.graph import START, MessagesState, StateGraph
 from transformers import DynamicCache, LlamaForCausalLM
 
-from aaflow_langgraph import KVBroker, KVHandle, Sampling, TransformersEngine
+from aaflow_langgraph import (
+    Generation,
+    KVBroker,
+    KVChannel,
+    KVChatModel,
+    KVComposite,
+    KVHandle,
+    Sampling,
+    TransformersEngine,
+    Usage,
+    prefill_node,
+)
 from aaflow_langgraph.engine import cache_adapter
 from aaflow_langgraph.errors import ConfigError, RecipeMissing, UnsupportedModel
 from tests import tiny
@@ -400,3 +414,43 @@ def test_lookups_that_find_nothing_leave_nothing_behind(open_broker: Callable[..
         assert broker.evict(known) == 0
     assert tables() == before
     assert broker.stats() == stats
+
+
+# ---------------------------------------------------------------------- case 15: loops in turn, values that are never falsy
+
+
+def test_one_broker_its_nodes_and_its_chat_model_serve_event_loops_in_turn_and_at_once(
+    open_broker: Callable[..., KVBroker],
+) -> None:
+    """langgraph#5790, #4218: an API server runs each graph on a loop of its own, several at a time."""
+    broker = open_broker("llama")
+    model = KVChatModel(broker, max_tokens=4)
+
+    class State(MessagesState):
+        docs: Annotated[KVHandle, KVChannel]
+
+    async def answer(state: State) -> dict[str, Any]:
+        return {"messages": [await model.ainvoke(state["messages"])]}
+
+    builder: StateGraph[Any] = StateGraph(State)
+    builder.add_node("read", prefill_node(broker, "All work and no play. " * 20, writes="docs"))
+    builder.add_node("answer", answer)
+    builder.add_edge(START, "read")
+    builder.add_edge("read", "answer")
+    graph = builder.compile()
+    given: Any = {"messages": [("user", "Who?")]}
+
+    def on_a_loop_of_its_own(_: int) -> tuple[KVHandle, str]:
+        state = asyncio.run(graph.ainvoke(given))
+        return state["docs"], state["messages"][-1].content
+
+    first = on_a_loop_of_its_own(0)
+    assert on_a_loop_of_its_own(1) == first
+    with ThreadPoolExecutor(3) as loops:
+        assert set(loops.map(on_a_loop_of_its_own, range(6))) == {first}
+
+
+@pytest.mark.parametrize("kind", [KVHandle, KVComposite, Usage, Generation])
+def test_what_travels_has_neither_length_nor_truth_of_its_own(kind: type) -> None:
+    """deer-flow#3011: a loop that flushes what is truthy drops what is not."""
+    assert not {"__len__", "__bool__"} & set(dir(kind))
