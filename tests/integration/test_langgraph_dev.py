@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import sqlite3
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -307,6 +309,11 @@ def test_a_restarted_server_prefills_nothing_again_and_keeps_no_byte_of_deleted_
     ask(client, thread, "What has Finland?", place="Finland", asks=True)
     docs = client.threads.get_state(thread)["values"]["docs"]
     dev.stop()
+    with closing(sqlite3.connect(dev.folder / "checkpoints" / "checkpoints.sqlite")) as database:
+        (step_bytes,) = database.execute(
+            "SELECT MAX(LENGTH(checkpoint) + LENGTH(metadata)) FROM checkpoints"
+        ).fetchone()
+    assert step_bytes < 5000
     dev.start()
     assert dev.counters()["num_prefilled_tokens"] == 0
     done = dev.client.runs.wait(thread, "asking", command={"resume": "yes"})
