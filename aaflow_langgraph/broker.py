@@ -273,6 +273,7 @@ class KVBroker:
         gate: str = "",
         label: str = "",
         deterministic: bool = False,
+        kv: bool = True,
     ) -> Composed:
         """Join segments that were not computed in each other's context, in the order given: documents encoded apart, branches
         that meet. The first segment stands as it is, with what it shares with the others; what the others add is moved behind
@@ -296,6 +297,7 @@ class KVBroker:
             gate: Why ``exact`` is set although the caller allowed less; goes into the report.
             label: Short name for people.
             deterministic: With ``exact=True``: bit-equal to a run without any cache.
+            kv: False computes all of it as one sequence and publishes nothing.
 
         Raises:
             NotComposable: No segments; a rung that the model or the segments do not allow: says which layer and why. Way out:
@@ -306,7 +308,7 @@ class KVBroker:
         """
         if not isinstance(audit, bool):
             raise ConfigError(f"audit must be True or False, got {audit!r}")
-        how = self._how(deterministic, label)
+        how = self._how(deterministic, label, kv=kv)
         policy = ComposePolicy(exact=exact, rung=rung, k=k, r=r, max_deviation=max_deviation)
         if isinstance(segments, KVComposite) or is_composite_shaped(segments):
             composite = KVComposite.coerce(segments)
@@ -391,6 +393,7 @@ class KVBroker:
         raw: bool = False,
         label: str = "",
         deterministic: bool = False,
+        kv: bool = True,
         cancel: threading.Event | None = None,
     ) -> Prefilled:
         """Prefill ``text`` as a chat turn that stays open: the next prompt of the same role continues and closes it.
@@ -402,6 +405,7 @@ class KVBroker:
             raw: No chat frame: only the text's own token ids.
             label: Short name for people.
             deterministic: Read canonical KV only, so that bits do not depend on what was cached.
+            kv: False looks nothing up and publishes nothing, for this request.
             cancel: Set it from anywhere to stop before the next forward.
 
         Raises:
@@ -419,7 +423,7 @@ class KVBroker:
             extension.token_ids,
             extension.turns,
             operator,
-            self._how(deterministic, label, cancel),
+            self._how(deterministic, label, cancel, kv),
             num_shared=extension.num_shared,
             text=text,
         )
@@ -435,6 +439,7 @@ class KVBroker:
         label: str = "",
         deterministic: bool = False,
         seed_path: str = "",
+        kv: bool = True,
         on_token: Callable[[TokenDelta], None] | None = None,
         cancel: threading.Event | None = None,
     ) -> Generation:
@@ -449,6 +454,7 @@ class KVBroker:
             label: Short name for people.
             deterministic: Run alone, read canonical KV only: tokens equal those of a run without any cache, bit for bit.
             seed_path: Mixed into a derived seed, so that siblings differ and a re-run repeats.
+            kv: As in ``prefill``.
             on_token: Called with every new token as it is known, on the calling thread.
             cancel: Set it from anywhere to stop before the next forward.
 
@@ -465,6 +471,7 @@ class KVBroker:
             label=label,
             deterministic=deterministic,
             seed_path=seed_path,
+            kv=kv,
             cancel=cancel,
         )
         return _drained(stream, on_token)
@@ -480,6 +487,7 @@ class KVBroker:
         label: str = "",
         deterministic: bool = False,
         seed_path: str = "",
+        kv: bool = True,
         cancel: threading.Event | None = None,
     ) -> Generator[TokenDelta | Generation, None, None]:
         """``generate`` as an iterator: every ``TokenDelta`` as it is known, then the ``Generation``.
@@ -495,7 +503,7 @@ class KVBroker:
             known,
             extension,
             sampling,
-            self._how(deterministic, label, cancel),
+            self._how(deterministic, label, cancel, kv),
             text=prompt,
             seed_name=known.kv_id if known else "",
             seed_path=seed_path,
@@ -863,6 +871,7 @@ class KVBroker:
         gate: str = "",
         label: str = "",
         deterministic: bool = False,
+        kv: bool = True,
     ) -> Composed:
         """Async ``compose``."""
         return await asyncio.to_thread(
@@ -877,6 +886,7 @@ class KVBroker:
             gate=gate,
             label=label,
             deterministic=deterministic,
+            kv=kv,
         )
 
     async def aexact(self, handle: HandleLike, *, label: str | None = None) -> KVHandle:
@@ -900,6 +910,7 @@ class KVBroker:
         raw: bool = False,
         label: str = "",
         deterministic: bool = False,
+        kv: bool = True,
         cancel: threading.Event | None = None,
     ) -> Prefilled:
         """Async ``prefill``; cancelling the task stops it before its next forward."""
@@ -912,6 +923,7 @@ class KVBroker:
             raw=raw,
             label=label,
             deterministic=deterministic,
+            kv=kv,
         )
 
     async def agenerate(
@@ -925,6 +937,7 @@ class KVBroker:
         label: str = "",
         deterministic: bool = False,
         seed_path: str = "",
+        kv: bool = True,
         on_token: Callable[[TokenDelta], None] | None = None,
         cancel: threading.Event | None = None,
     ) -> Generation:
@@ -940,6 +953,7 @@ class KVBroker:
             label=label,
             deterministic=deterministic,
             seed_path=seed_path,
+            kv=kv,
             on_token=on_token,
         )
 

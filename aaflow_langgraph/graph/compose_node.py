@@ -34,6 +34,7 @@ def compose_node(
     audit: bool = False,
     label: str | None = None,
     deterministic: bool = False,
+    kv: bool = True,
     report_to: str | None = None,
     name: str | None = None,
 ) -> KVNode:
@@ -58,6 +59,7 @@ def compose_node(
         audit: Measure the next-token distribution against the dense one and against mismatched caches. Costs two dense runs.
         label: Name of the handle for people, at most 64 characters; the key it is written to unless given.
         deterministic: With ``exact=True``: compute alone and canonically, bit-equal to a run without any cache.
+        kv: False computes the whole as one sequence and publishes nothing, for comparison.
         report_to: State key that gets the report as a plain dict. With it a source is also seen to be edited behind a join
             that was exact: what is exact is an ordinary handle, whose recipe does not say what it was joined of.
         name: Name of the runnable; ``add_node`` has its own.
@@ -80,7 +82,9 @@ def compose_node(
     asked: dict[str, Any] = {option: value for option, value in given.items() if value is not None}
     ComposePolicy(exact=exact, **asked)
     # ``usage_to`` takes the report: any node's second kind of output, with the same rules for its key.
-    options = NodeOptions(broker=broker, writes=writes, label=label, deterministic=deterministic, usage_to=report_to)
+    options = NodeOptions(
+        broker=broker, writes=writes, label=label, deterministic=deterministic, kv=kv, usage_to=report_to
+    )
     addresses = tuple(Address.parse(address) for address in named)
     return _ComposeNode(options, addresses, {"exact": exact, **asked}, audit, name or f"compose_{writes}")
 
@@ -114,6 +118,7 @@ class _ComposeNode(KVNode):
             gate=gate,
             label=call.label,
             deterministic=self._options.deterministic,
+            kv=self._options.kv,
         )
         report = report_compose(call.node, composed, segments)
         update: dict[str, Any] = {self._options.writes or "": composed.handle}

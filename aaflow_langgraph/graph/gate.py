@@ -23,7 +23,13 @@ JUDGES = frozenset({"judge", "critic", "verifier"})
 
 
 def handle_to_read(
-    broker: KVBroker, read: KVHandle | KVComposite, *, node: str, gate: str = "", deterministic: bool = False
+    broker: KVBroker,
+    read: KVHandle | KVComposite,
+    *,
+    node: str,
+    gate: str = "",
+    deterministic: bool = False,
+    kv: bool = True,
 ) -> KVHandle:
     """The one handle that a node continues.
 
@@ -33,11 +39,12 @@ def handle_to_read(
         node: Who reads, for the report.
         gate: Why nothing approximate may be read; empty when it may.
         deterministic: As everywhere. No approximate rung keeps bits, so a composite is joined exactly.
+        kv: As everywhere. Where nothing is reused, nothing is joined from parts either.
     """
     if isinstance(read, KVHandle):
         return broker.exact(read) if gate else read
     why = gate or ("deterministic" if deterministic else "")
-    composed = broker.compose(read, exact=bool(why), gate=why, label=read.kv_label, deterministic=deterministic)
+    composed = broker.compose(read, exact=bool(why), gate=why, label=read.kv_label, deterministic=deterministic, kv=kv)
     report_compose(node, composed, read.kv_children)
     return composed.handle
 

@@ -44,6 +44,7 @@ class NodeOptions:
         raw: bool = False,
         usage_to: str | None = None,
         text_to: str | None = None,
+        kv: bool = True,
     ) -> None:
         named = {"writes": writes, "text_to": text_to, "usage_to": usage_to}
         for option, key in (*named.items(), ("reads", reads), ("branch", branch), ("role", role)):
@@ -58,6 +59,7 @@ class NodeOptions:
         self.raw = raw
         self.label = None if label is None else check_label(label)
         self.deterministic = deterministic
+        self.kv = kv
         self.usage_to = usage_to
         self.text_to = text_to
         keys = [check_text(key, option) for option, key in named.items() if key is not None]
@@ -68,7 +70,7 @@ class NodeOptions:
         if writes is not None and "." in writes:
             key, _, rest = writes.partition(".")
             raise ConfigError(f"writes={writes!r} is no state key; one branch is writes={key!r}, branch={rest!r}")
-        for option, flag in (("raw", raw), ("deterministic", deterministic)):
+        for option, flag in (("raw", raw), ("deterministic", deterministic), ("kv", kv)):
             if not isinstance(flag, bool):
                 raise ConfigError(f"{option} must be True or False, got {flag!r}")
         for method in ("prefill", "generate", "namespace"):
@@ -130,7 +132,12 @@ class KVNode(Runnable[Any, dict[str, Any]]):
         if call.read is None:
             return None
         return handle_to_read(
-            self.broker, call.read, node=call.node, gate=options.gate, deterministic=options.deterministic
+            self.broker,
+            call.read,
+            node=call.node,
+            gate=options.gate,
+            deterministic=options.deterministic,
+            kv=options.kv,
         )
 
     @abstractmethod

@@ -32,6 +32,7 @@ def prefill_node(
     raw: bool = False,
     label: str | None = None,
     deterministic: bool = False,
+    kv: bool = True,
     usage_to: str | None = None,
     name: str | None = None,
 ) -> KVNode:
@@ -54,6 +55,7 @@ def prefill_node(
         raw: Add the text without any chat frame.
         label: Name of the handle for people, at most 64 characters; the key it is written to unless given.
         deterministic: Compute alone and canonically, for bit-equality with a run without any cache.
+        kv: False prefills the whole context and publishes nothing: text passing, for comparison.
         usage_to: State key that gets the token counts and times as a plain dict.
         name: Name of the runnable; ``add_node`` has its own.
 
@@ -72,6 +74,7 @@ def prefill_node(
         raw=raw,
         label=label,
         deterministic=deterministic,
+        kv=kv,
         usage_to=usage_to,
     )
     return _PrefillNode(options, text_source(source), name or f"prefill_{writes}")
@@ -90,6 +93,7 @@ def generate_node(
     raw: bool = False,
     label: str | None = None,
     deterministic: bool = False,
+    kv: bool = True,
     usage_to: str | None = None,
     name: str | None = None,
 ) -> KVNode:
@@ -113,6 +117,7 @@ def generate_node(
         raw: Continue the text without any chat frame.
         label: Name of the handle for people, at most 64 characters; the key it is written to unless given.
         deterministic: Compute alone and canonically, for bit-equality with a run without any cache.
+        kv: False prefills the whole context and publishes nothing: text passing, for comparison.
         usage_to: State key that gets the token counts and times as a plain dict.
         name: Name of the runnable; ``add_node`` has its own.
 
@@ -142,6 +147,7 @@ def generate_node(
         raw=raw,
         label=label,
         deterministic=deterministic,
+        kv=kv,
         usage_to=usage_to,
     )
     return _GenerateNode(options, parsed, sampling or Sampling(), name or f"generate_{writes or text_to}")
@@ -166,6 +172,7 @@ class _PrefillNode(KVNode):
             raw=self._options.raw,
             label=call.label,
             deterministic=self._options.deterministic,
+            kv=self._options.kv,
             cancel=call.cancel,
         )
         report_usage(call.node, prefilled.handle, usage_dict(prefilled.usage))
@@ -198,6 +205,7 @@ class _GenerateNode(KVNode):
                 sampling=self._sampling,
                 label=call.label,
                 deterministic=self._options.deterministic,
+                kv=self._options.kv,
                 seed_path=task_path(call.config),
                 on_token=model_call.token,
                 cancel=call.cancel,

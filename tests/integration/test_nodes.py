@@ -19,7 +19,16 @@ from langgraph.store.memory import InMemoryStore
 from langgraph.types import StreamWriter
 from typing_extensions import TypedDict
 
-from aaflow_langgraph import KVBranches, KVBroker, KVChannel, KVHandle, Sampling, generate_node, prefill_node
+from aaflow_langgraph import (
+    KVBranches,
+    KVBroker,
+    KVChannel,
+    KVHandle,
+    Sampling,
+    compose_node,
+    generate_node,
+    prefill_node,
+)
 from aaflow_langgraph.errors import (
     Cancelled,
     ConfigError,
@@ -699,3 +708,34 @@ async def test_astream_events_sees_the_model_and_its_tokens(broker: KVBroker) ->
 def test_a_node_works_outside_a_graph_without_any_listener(broker: KVBroker) -> None:
     node = generate_node(broker, "Say {question}", text_to="answer", sampling=SHORT)
     assert node.invoke({"question": "it"})["answer"] == broker.generate("Say it", sampling=SHORT).text
+
+
+# --- kv=False ---
+
+
+def test_nodes_without_kv_say_the_same_and_reuse_nothing(broker: KVBroker) -> None:
+    def pair(kv: bool) -> dict[str, Any]:
+        docs = prefill_node(broker, DOCS, writes="docs", kv=kv, usage_to="usage").invoke({})
+        ask = generate_node(broker, "Why?", reads="docs", writes="plan", text_to="answer", kv=kv, sampling=SHORT)
+        join = compose_node(broker, reads=["docs"], writes="whole", kv=kv)
+        return {**docs, **ask.invoke(docs), **join.invoke(docs)}
+
+    with_kv, without = pair(True), pair(False)
+    assert [with_kv[key] for key in ("docs", "plan", "answer")] == [without[key] for key in ("docs", "plan", "answer")]
+    assert with_kv["whole"].kv_id == without["whole"].kv_id
+    entries = broker.journal.entries()
+    read, asked, asked_again = entries[0], *(one for one in entries if one.operator == "generate")
+    assert asked.num_reused == read.num_context
+    assert (asked_again.num_context, asked_again.num_reused) == (asked.num_context, 0)
+    assert asked_again.num_reusable == asked.num_context - 1
+
+
+@pytest.mark.parametrize("kv", [None, 1, "False"])
+def test_kv_of_a_node_is_true_or_false(broker: KVBroker, kv: Any) -> None:
+    for make in (
+        lambda: prefill_node(broker, DOCS, writes="docs", kv=kv),
+        lambda: generate_node(broker, "Why?", writes="plan", kv=kv),
+        lambda: compose_node(broker, reads="docs", writes="plan", kv=kv),
+    ):
+        with pytest.raises(ConfigError, match="kv must be True or False"):
+            make()
