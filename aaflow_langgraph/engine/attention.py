@@ -140,7 +140,7 @@ def flash(
     ``Hq`` is a multiple of ``H``: neighbouring query heads share a KV head.
     """
     if query.device.type == "cpu":
-        if not causal and _prefers_products(query, keys):
+        if not causal and prefers_products(query, keys.shape[2]):
             joined = products(query[0], keys[0], values[0], scale or query.shape[-1] ** -0.5)
             if joined is not None:
                 return joined[0][None], joined[1][None]
@@ -197,9 +197,12 @@ def _overlap(share: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def products(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, seen: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Attention ``[H, R, D]`` over ``[H, T, D]`` by two large matrix products; None when exponentials overflow.
+
+    ``seen [q, S]`` of ones and zeros in the query's dtype says which of the last ``S`` keys the last axis of ``R = (group, q)``
+    attends to (more than 64 rows only); the keys before them are everybody's.
 
     bf16 products round the scores. They are taken relative to a reference ``c`` close to each row's maximum (the largest
     score over 32 sampled keys, the sink at position 0 among them), subtracted in fp32 before the rounding, so that the
@@ -208,7 +211,14 @@ def products(
     heads, rows, dim = query.shape
     length = keys.shape[1]
     scale *= _LOG2E  # powers of two take two thirds of the time of powers of e
-    sample = torch.bmm(keys[:, :: max(1, length // 32)].float(), query.float().transpose(-1, -2))
+    step = max(1, length // 32)
+    sample = torch.bmm(keys[:, ::step].float(), query.float().transpose(-1, -2))
+    if seen is not None:  # what is hidden must not raise the reference; key 0 is everybody's
+        start = length - seen.shape[1]
+        hidden = seen[:, -start % step :: step].t() == 0
+        rest = sample[:, sample.shape[1] - hidden.shape[0] :]
+        by_group = rest.view(heads, len(hidden), rows // len(seen), len(seen))
+        by_group.masked_fill_(hidden[None, :, None], float("-inf"))
     shifts = reference = sample.amax(1, keepdim=True).mul_(scale).to(query.dtype)
     # An odd number of heads leaves one of two threads idle for a third of the time: halve the keys as well.
     parts = 2 if heads % 2 and torch.get_num_threads() > 1 else 1
@@ -224,6 +234,12 @@ def products(
         weights = torch.baddbmm(shifts.transpose(-1, -2), query, keys.transpose(-1, -2), beta=-1, alpha=scale).exp2_()
     if parts * share > length:
         weights[parts - 1 :: parts].select(1 if upright else 2, -1).zero_()  # the row that rounds an odd extent up
+    if seen is not None:
+        by_part = weights.view(heads, parts, rows // len(seen), len(seen), share)
+        for part in range(parts):
+            a, b = max(start, part * share), min(length, (part + 1) * share)
+            if a < b:
+                by_part[:, part, ..., a - part * share : b - part * share].mul_(seen[:, a - start : b - start])
     total = _sums(weights, 1 if upright else 2).view(heads, parts, rows).sum(1)
     out = torch.bmm(weights.transpose(-1, -2) if upright else weights, values)
     out = out.view(heads, parts, rows, dim).sum(1, dtype=torch.float32).div_(total.unsqueeze(-1))
@@ -267,11 +283,11 @@ def _has_fast_flash() -> bool:
     return bool(torch.cpu._is_amx_tile_supported())
 
 
-def _prefers_products(query: torch.Tensor, keys: torch.Tensor) -> bool:
+def prefers_products(query: torch.Tensor, length: int) -> bool:
     """Measured on 2 cores with AVX512-BF16: flash against products, by rows and length. Depends on shapes and the
     instruction set only, so that equal requests take equal paths.
     """
-    rows, length = query.shape[2], keys.shape[2]
+    rows = query.shape[2]
     if query.dtype != torch.bfloat16 or length < 1024 or _has_fast_flash():
         return False
     return rows * length >= 190_000 or (length >= 4096 and rows >= 12)

@@ -198,16 +198,6 @@ def test_positions_outside_the_rows_or_out_of_order_are_refused(engines: Engines
             call([5] * len(positions), positions, mixed)
 
 
-def test_blocks_hide_no_more_than_they_may() -> None:
-    offsets = sorted(random.Random(1).sample(range(5000), 256))
-    blocks = scattered.cut_blocks(offsets)
-    assert [number for a, b in blocks for number in range(a, b)] == list(range(256))
-    for a, b in blocks:
-        assert sum(offsets[b - 1] - offset for offset in offsets[a:b]) <= scattered.MOST_HIDDEN
-    assert 4 < len(blocks) < 64
-    assert scattered.cut_blocks(range(100)) == [(0, 100)]
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("real_cache")
 def test_on_the_real_model_scattered_portions_of_thousands_of_tokens_stay_near_dense() -> None:
