@@ -5,22 +5,29 @@ Every app calls ``broker.complete`` or our nodes as users do; each is run for re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cache
 from typing import Annotated, Any
 
+import pytest
 import torch
-from langchain_core.messages import AIMessage
+from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
+from langchain_core.runnables import RunnableConfig
 from langgraph.graph import END, START, MessagesState, StateGraph
+from langgraph.prebuilt import ToolNode, tools_condition
 from typing_extensions import TypedDict
 
 from aaflow_langgraph import KVBroker, KVChannel, KVHandle, Sampling, TransformersEngine, generate_node, prefill_node
+from aaflow_langgraph.chat.model import KVChatModel
 from aaflow_langgraph.explain.report import Cause
-from tests import tiny
+from aaflow_langgraph.journal import origin
+from tests import templates, tiny
 from tests.unit.test_turns import QWEN3
 
-FEW = Sampling(max_tokens=32)
+FEW = Sampling(max_tokens=6)
+THOUGHT = Sampling(max_tokens=40)  # a thought and a word, spelled in bytes
 SYSTEM = "You are a helpful assistant who answers every question in one short sentence."
 TOOLS = tuple(
     f'{{"type": "function", "function": {{"name": "{name}", "description": "{name}s", "parameters": {{}}}}}}'
@@ -42,16 +49,35 @@ class App:
     graph: Any
     brokers: tuple[KVBroker, ...]
     turns: Sequence[Any] = QUESTIONS
+    answers: Sequence[str] = ()
 
 
-Open = Callable[[TransformersEngine], KVBroker]
+Open = Callable[..., KVBroker]
+"""``open_one(engine, pool_bytes=...)``."""
 
 
+@pytest.fixture
+def open_one() -> Iterator[Open]:
+    """Opens brokers; every one must be clean when the test ends."""
+    opened: list[KVBroker] = []
+
+    def open_it(engine: TransformersEngine, pool_bytes: int = 8 << 20) -> KVBroker:
+        opened.append(KVBroker.open(engine, pool_bytes=pool_bytes))
+        return opened[-1]
+
+    yield open_it
+    for broker in opened:
+        assert broker.check() == []
+        broker.close()
+
+
+@cache
 def engine(template: str = tiny.CHATML, **options: Any) -> TransformersEngine:
     made = {name: options.pop(name) for name in ("tenant", "name") if name in options}
     return TransformersEngine(tiny.model("llama", **options), tiny.tokenizer(template), **{"name": "tiny", **made})
 
 
+@cache
 def thinking() -> TransformersEngine:
     """Answers every prompt with ``<think>a</think>b`` and ends its turn."""
     tokenizer, model = tiny.tokenizer(QWEN3), tiny.model("llama")
@@ -64,23 +90,31 @@ def thinking() -> TransformersEngine:
     return TransformersEngine(model, tokenizer, name="thinking")
 
 
-def agent(broker: KVBroker, system: Callable[[int], str]) -> Callable[[MessagesState], dict[str, Any]]:
+def agent(
+    broker: KVBroker, system: Callable[[int], str], sampling: Sampling = FEW
+) -> Callable[[MessagesState], dict[str, Any]]:
     """A node that renders a system prompt and the messages by hand. Tokens are bytes, so ids of texts are always the same."""
 
-    def node(state: MessagesState) -> dict[str, Any]:
+    def node(state: MessagesState, config: RunnableConfig) -> dict[str, Any]:
         chat = [{"role": "system", "content": system(len(state["messages"]))}]
         chat += [{"role": _ROLES[m.type], "content": m.text} for m in state["messages"]]
         ids = broker.engine.tokenizer.apply_chat_template(
             chat, tokenize=True, add_generation_prompt=True, return_dict=False
         )
-        return {"messages": [AIMessage(broker.complete(ids, sampling=FEW).text)]}
+        return {"messages": [AIMessage(complete(broker, ids, config, sampling))]}
 
     return node
 
 
-def one_agent(broker: KVBroker, system: Callable[[int], str]) -> App:
+def complete(broker: KVBroker, ids: Sequence[int], config: RunnableConfig, sampling: Sampling = FEW) -> str:
+    """Complete a prompt in the name of the node that runs."""
+    with origin(node=config["metadata"]["langgraph_node"], thread=config["configurable"]["thread_id"]):
+        return broker.complete(ids, sampling=sampling).text
+
+
+def one_agent(broker: KVBroker, system: Callable[[int], str], sampling: Sampling = FEW) -> App:
     builder = StateGraph(MessagesState)
-    builder.add_node("agent", agent(broker, system))
+    builder.add_node("agent", agent(broker, system, sampling))
     builder.add_edge(START, "agent")
     builder.add_edge("agent", END)
     return App(builder.compile(), (broker,))
@@ -102,23 +136,23 @@ def tools_in_another_order(open_one: Open) -> App:
 
 
 def thinks(open_one: Open) -> App:
-    return one_agent(open_one(thinking()), lambda _: SYSTEM)
+    return one_agent(open_one(thinking()), lambda _: SYSTEM, THOUGHT)
 
 
 def encoded_again(open_one: Open) -> App:
     """Token ids are appended where a word is cut in two; another node encodes the whole text."""
-    tokenizer = merging_tokenizer()
-    broker = open_one(TransformersEngine(tiny.model("llama"), tokenizer, name="merging"))
+    broker = open_one(merging())
+    tokenizer = broker.engine.tokenizer
     pieces = ("Which of th", "e cities in the list is the capital of the country?")
 
-    def draft(state: MessagesState) -> dict[str, Any]:
+    def draft(state: MessagesState) -> dict[str, Any]:  # does not say who asks
         first = broker.materialize(tokenizer.encode(pieces[0], add_special_tokens=False))
         broker.append(first, tokenizer.encode(pieces[1], add_special_tokens=False))
         return {}
 
-    def judge(state: MessagesState) -> dict[str, Any]:
+    def judge(state: MessagesState, config: RunnableConfig) -> dict[str, Any]:
         ids = tokenizer.encode("".join(pieces) + " Answer:", add_special_tokens=False)
-        return {"messages": [AIMessage(broker.complete(ids, sampling=FEW).text)]}
+        return {"messages": [AIMessage(complete(broker, ids, config))]}
 
     builder = StateGraph(MessagesState)
     builder.add_sequence([("draft", draft), ("judge", judge)])
@@ -152,7 +186,7 @@ class Reading(TypedDict):
     answer: str
 
 
-def too_small_a_pool(open_one: Callable[..., KVBroker]) -> App:
+def too_small_a_pool(open_one: Open) -> App:
     """Two documents, room for about one of them: the answer from the first one has to compute it again."""
     made = engine()
     broker = open_one(made, pool_bytes=made.layout.num_bytes(600))
@@ -201,6 +235,73 @@ def reads_and_answers(open_one: Open) -> App:
 
 def talks(open_one: Open) -> App:
     return one_agent(open_one(engine()), lambda _: SYSTEM)
+
+
+def stamps_its_questions(open_one: Open) -> App:
+    """Every question gets the time when it arrives, once, and keeps it in the state."""
+    broker = open_one(engine())
+
+    def stamp(state: MessagesState) -> dict[str, Any]:
+        last = state["messages"][-1]
+        return {"messages": [HumanMessage(f"{last.text} (asked at {datetime.now():%H:%M})", id=last.id)]}
+
+    builder = StateGraph(MessagesState)
+    builder.add_sequence([("stamp", stamp), ("agent", agent(broker, lambda _: SYSTEM))])
+    builder.add_edge(START, "stamp")
+    return App(builder.compile(), (broker,))
+
+
+def speaks(open_one: Open, write: Callable[[AIMessage], Any] = lambda message: message) -> App:
+    """A message app on the chat model, with tokens of several bytes: it appends token ids, whatever the text says."""
+    model = KVChatModel(open_one(merging()), max_tokens=32)
+
+    def node(state: MessagesState) -> dict[str, Any]:
+        answer = write(model.invoke([SystemMessage(SYSTEM), *state["messages"]]))
+        return {"messages": [AIMessage(answer) if isinstance(answer, str) else answer]}
+
+    builder = StateGraph(MessagesState)
+    builder.add_node("agent", node)
+    builder.add_edge(START, "agent")
+    return App(builder.compile(), (model.broker,))
+
+
+def add(a: int, b: int = 0) -> int:
+    """Add two numbers."""
+    return a + b
+
+
+def subtract(a: int, b: int = 0) -> int:
+    """Take one number from another."""
+    return a - b
+
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+
+
+def uses_tools(
+    open_one: Open,
+    tools: Callable[[int], Sequence[Any]] = lambda _: (add, subtract),
+    template: str = templates.HERMES,
+) -> App:
+    """The loop of a ReAct agent, by hand."""
+    broker = open_one(engine(template))
+    model = KVChatModel(broker, max_tokens=100)
+
+    def agent(state: MessagesState) -> dict[str, Any]:
+        return {"messages": [model.bind_tools(tools(len(state["messages"]))).invoke(state["messages"])]}
+
+    builder = StateGraph(MessagesState)
+    builder.add_node("agent", agent)
+    builder.add_node("tools", ToolNode([add, subtract]))
+    builder.add_edge(START, "agent")
+    builder.add_conditional_edges("agent", tools_condition)
+    builder.add_edge("tools", "agent")
+    return App(builder.compile(), (broker,), answers=(CALL, "It is three.", CALL, "It is still three."))
+
+
+@cache
+def merging() -> TransformersEngine:
+    return TransformersEngine(tiny.model("llama"), merging_tokenizer(), name="merging")
 
 
 def merging_tokenizer() -> Any:

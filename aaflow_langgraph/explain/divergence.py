@@ -20,8 +20,8 @@ Decode = Callable[[Sequence[int]], str]
 _BACK_TOKENS = 96
 _AHEAD_TOKENS = 1024
 _SHOWN_CHARS = 60
-_SAME_CONTENT_TOKENS = 16
-"""So many equal tokens in the next turn say that two prompts are about the same thing."""
+_SAME_CONTENT_TOKENS = 64
+"""So many equal tokens behind two system prompts are worth having one; fewer than these are nobody's loss."""
 
 _THINK = re.compile(r"<(?:think|thinking|thought|reasoning|analysis|scratchpad)>|\[THINK\]|<\|channel\|?>\s*analysis")
 _THINK_END = re.compile(r"</(?:think|thinking|thought|reasoning|analysis|scratchpad)>|\[/THINK\]")
@@ -46,8 +46,8 @@ _VOLATILE: tuple[tuple[str, re.Pattern[str]], ...] = (
             re.IGNORECASE,
         ),
     ),
-    ("a hexadecimal id", re.compile(r"\b(?=[0-9a-f]*\d)[0-9a-f]{8,}\b", re.IGNORECASE)),
     ("a long number", re.compile(r"\b\d{6,}(?:\.\d+)?\b")),
+    ("a hexadecimal id", re.compile(r"\b(?=[0-9a-f]*\d)[0-9a-f]{8,}\b", re.IGNORECASE)),
     (
         "a counter",
         re.compile(
@@ -263,14 +263,14 @@ def _is_in_front(prompt: Prompt, at: int, role: str) -> bool:
 
 
 def _goes_on_alike(asked: Prompt, known: Prompt, at: int, decode: Decode) -> bool:
-    """Do the turns behind the one that differs begin alike?"""
+    """Do two prompts say the same behind the turn that differs?"""
     nexts: list[tuple[int, ...]] = []
     for prompt in (asked, known):
         turn = next((turn for turn in prompt.turns if turn.content.start > at), None)
         if turn is not None:
-            nexts.append(prompt.token_ids[turn.content.start : turn.content.stop])
+            nexts.append(prompt.token_ids[turn.content.start :])
     if len(nexts) == 2:
-        return common_prefix(nexts[0], nexts[1]) >= min(_SAME_CONTENT_TOKENS, *map(len, nexts)) > 0
+        return common_prefix(nexts[0], nexts[1]) >= _SAME_CONTENT_TOKENS
     texts = []
     for prompt in (asked, known):
         behind = decode(prompt.token_ids[at : at + 4 * _AHEAD_TOKENS])

@@ -10,10 +10,7 @@ _MENDS: dict[Cause, str] = {
         "Put what changes behind what stays the same, at the end of the last user turn, or make it once and keep it in the state."
     ),
     "tools": "Bind the tools in one order everywhere: sort them by name where they are collected.",
-    "think": (
-        "Use a chat template that keeps earlier reasoning, switch thinking off for this model, or have the reasoning end its "
-        "turn: the template takes it out of earlier turns and everything behind it is prefilled again."
-    ),
+    "think": "Use a chat template that keeps earlier reasoning, or switch thinking off.",
     "retokenised": (
         "Pass the handle (reads=...) or the AIMessage itself instead of its text, so that token ids are appended and text is not "
         "encoded again."

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from aaflow_langgraph.broker import KVBroker
 from aaflow_langgraph.errors import ConfigError
-from aaflow_langgraph.explain.divergence import Divergence, Prompt, divergence, covers_earlier_turns
+from aaflow_langgraph.explain.divergence import Divergence, Prompt, covers_earlier_turns, divergence
 from aaflow_langgraph.explain.elsewhere import (
     Elsewhere,
     cause_of,
@@ -25,6 +25,7 @@ from aaflow_langgraph.explain.eviction import evicted_for
 from aaflow_langgraph.explain.mend import mend_of, why_differs
 from aaflow_langgraph.explain.report import Cause, Difference, MissReport
 from aaflow_langgraph.journal import Entry
+from aaflow_langgraph.model import BLOCK_TOKENS
 
 FEWEST_TOKENS = 16
 """What costs fewer tokens than this is called no miss: templates begin alike, and tokens at the seams are always run again."""
@@ -140,6 +141,11 @@ class Explainer:
                 if gone is not None:
                     cause, why = gone
                     num_lost, difference = num_gone, None
+                elif cause == "none":
+                    why = (
+                        f"{num_gone:,} tokens that had been computed before were not looked for: a prompt that goes on from no "
+                        f"handle, or is deterministic, finds whole blocks of {BLOCK_TOKENS} tokens"
+                    )
         return MissReport(
             number=entry.number,
             at_s=entry.at_s,

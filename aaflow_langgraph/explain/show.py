@@ -22,7 +22,7 @@ def misses_table(reports: Sequence[MissReport]) -> RenderableType:
         style = "yellow" if report.is_miss else "green"
         table.add_row(
             f"{report.number}",
-            printable(edge_of(report.source, report.node, report.label)),
+            Text(printable(edge_of(report.source, report.node, report.label))),  # as text: names are no markup
             Text(CAUSES[report.cause], style=style),
             *(f"{count:,}" for count in (report.num_context, report.num_reused, report.num_reusable, report.num_lost)),
         )

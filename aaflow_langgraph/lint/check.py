@@ -9,7 +9,7 @@ from aaflow_langgraph.broker import KVBroker
 from aaflow_langgraph.explain.elsewhere import open_brokers
 from aaflow_langgraph.lint.app import runnable_graph, turns_of
 from aaflow_langgraph.lint.finding import PrefixBreak, worst
-from aaflow_langgraph.lint.run import render
+from aaflow_langgraph.lint.run import Rendered, render
 from aaflow_langgraph.lint.shift import ShiftedClock
 
 START_S = 400 * 86_400 + 3 * 3_600 + 7 * 60 + 11
@@ -31,15 +31,16 @@ def find_breaks(graph: Any, inputs: Any = None, *, answers: Sequence[str] = ()) 
         ConfigError: ``graph`` is none, the input is none, or no broker was asked for anything. Way out: fail. What the
             graph's nodes raise passes through.
     """
-    runnable = runnable_graph(graph)
-    turns = turns_of(runnable, inputs)
-    brokers = usable_brokers()
-    early, late = ShiftedClock(), ShiftedClock(START_S)
-    with early.shown(start=0):
-        first = render(runnable_graph(graph), turns, brokers, early, answers=answers)
-    with late.shown(start=1):
-        second = render(runnable, turns, brokers, late, answers=answers, against=first.requests)
-    return worst((*first.found, *second.found))
+    rendered: Rendered | None = None
+    found: list[PrefixBreak] = []
+    for start, clock in enumerate((ShiftedClock(), ShiftedClock(START_S))):
+        with clock.shown(start=start):
+            runnable = runnable_graph(graph)
+            turns = turns_of(runnable, inputs)
+            against = rendered.requests if rendered else None
+            rendered = render(runnable, turns, usable_brokers(), clock, answers=answers, against=against)
+            found += rendered.found
+    return worst(found)
 
 
 def usable_brokers() -> list[KVBroker]:

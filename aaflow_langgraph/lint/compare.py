@@ -24,7 +24,8 @@ def within_one_run(brokers: Sequence[KVBroker]) -> list[PrefixBreak]:
         others = [other for other in brokers if other.namespace.digest != broker.namespace.digest]
         explainer = Explainer(broker, others, text=True)
         for report in map(explainer.report, broker.journal.entries()):
-            if report.is_miss and report.cause != "off":  # kv=False is meant
+            # kv=False is meant; what a dry pool lacks, the real one may have (without_room).
+            if report.is_miss and report.cause not in ("off", "evicted"):
                 found.append(
                     PrefixBreak(
                         source=report.source,
@@ -50,18 +51,19 @@ def between_starts(
     """
     found = []
     before = _by_place(first)
-    earlier: dict[int, list[Prompt]] = defaultdict(list)
+    serving = {broker.namespace.digest: broker for broker in brokers}
+    earlier: dict[str, list[Prompt]] = defaultdict(list)
     for place, request in _by_place(second).items():
         one = before.get(place)
-        if one is not None and request.broker < len(brokers):
+        if one is not None:
             inherited = max(
-                (common_prefix(request.prompt.token_ids, known.token_ids) for known in earlier[request.broker]),
+                (common_prefix(request.prompt.token_ids, known.token_ids) for known in earlier[request.namespace]),
                 default=0,
             )
-            finding = _difference(brokers[request.broker], one, request, inherited)
+            finding = _difference(serving[request.namespace], one, request, inherited)
             if finding is not None:
                 found.append(finding)
-        earlier[request.broker].append(request.prompt)
+        earlier[request.namespace].append(request.prompt)
     return found
 
 
@@ -94,12 +96,12 @@ def without_room(rooms: Mapping[KVBroker, Room]) -> list[PrefixBreak]:
     return found
 
 
-def _by_place(requests: Sequence[Request]) -> dict[tuple[int, str, int], Request]:
-    """Requests by broker, node and how often that node had asked before."""
-    counts: dict[tuple[int, str], int] = defaultdict(int)
+def _by_place(requests: Sequence[Request]) -> dict[tuple[str, str, int], Request]:
+    """Requests by namespace, node and how often that node had asked before."""
+    counts: dict[tuple[str, str], int] = defaultdict(int)
     found = {}
     for request in requests:
-        key = (request.broker, request.node)
+        key = (request.namespace, request.node)
         found[(*key, counts[key])] = request
         counts[key] += 1
     return found

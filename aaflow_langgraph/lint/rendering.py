@@ -17,13 +17,13 @@ class Request:
     """One request.
 
     Attributes:
-        broker: Which broker got it: its place in the list of the app's.
+        namespace: Digest of the namespace of the broker that got it.
         source: The node whose handle it went on from, or could have.
         node: Who asked.
         prompt: What the model was shown.
     """
 
-    broker: int
+    namespace: str
     source: str
     node: str
     prompt: Prompt
@@ -32,7 +32,7 @@ class Request:
         """As plain JSON."""
         turns = [[turn.role, turn.content.start, turn.content.stop, turn.open] for turn in self.prompt.turns]
         return {
-            "broker": self.broker,
+            "namespace": self.namespace,
             "source": self.source,
             "node": self.node,
             "token_ids": self.prompt.token_ids,
@@ -44,18 +44,18 @@ class Request:
         """The request that ``to_dict`` wrote."""
         turns = tuple(Turn(role, Span(start, stop), is_open) for role, start, stop, is_open in document["turns"])
         prompt = Prompt(tuple(document["token_ids"]), turns)
-        return cls(document["broker"], document["source"], document["node"], prompt)
+        return cls(document["namespace"], document["source"], document["node"], prompt)
 
 
 def requests_of(brokers: Sequence[KVBroker]) -> tuple[Request, ...]:
     """What was asked of brokers, oldest first."""
     found = []
-    for number, broker in enumerate(brokers):
+    for broker in brokers:
         makers: dict[str, str] = {}
         for entry in broker.journal.entries():
             makers.setdefault(entry.kv_id, entry.node)
             prompt = prompt_of(broker, entry)
             if prompt is not None:
                 source = makers.get(entry.parent or entry.nearest or "", "")
-                found.append((entry.at_s, Request(number, source, entry.node or entry.label, prompt)))
+                found.append((entry.at_s, Request(broker.namespace.digest, source, entry.node or entry.label, prompt)))
     return tuple(request for _, request in sorted(found, key=lambda one: one[0]))

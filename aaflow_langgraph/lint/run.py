@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import uuid
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -77,6 +78,6 @@ async def _run(graph: Pregel[Any, Any, Any, Any], turns: Sequence[Any]) -> None:
     }
     for turn in turns:
         try:
-            await graph.ainvoke(turn, config)
+            await graph.ainvoke(copy.deepcopy(turn), config)  # nodes may change what they are given
         except GraphRecursionError:
             return

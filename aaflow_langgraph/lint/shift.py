@@ -1,4 +1,4 @@
-"""A clock that an app can be shown: shifted by days, and a day later at every request.
+"""A clock that an app can be shown: shifted by days, and a day later at every request. Its dice are ours as well.
 
 Only modules of the app see it, and the one that gives chat templates their date. LangGraph, torch and the like keep the real
 clock, with which they measure leases and time-outs. What an app took before (a default argument, a value in a closure) is not
@@ -20,7 +20,12 @@ TICK_S = 86_400 + 3_600 + 60 + 1
 """How far the clock goes on with every request: another day, hour, minute and second."""
 
 SEEDS = (0, 1)
-"""Python's ``random`` starts from these by turns: they order two, three and four things differently and choose differently."""
+"""The app's ``random`` starts from these by turns: they order two to six things differently and choose differently."""
+
+_DRAWS = frozenset(
+    """betavariate choice choices expovariate gauss getrandbits normalvariate randbytes randint random randrange sample
+    shuffle triangular uniform""".split()  # noqa: SIM905
+)
 
 _KEEP_THE_REAL_ONE = frozenset(
     """aaflow_langgraph aiohttp aiosqlite anyio asyncio attr attrs httpcore httpx huggingface_hub hypothesis jinja2
@@ -41,13 +46,14 @@ class ShiftedClock:
 
     def __init__(self, shift_s: float = 0.0) -> None:
         self.shift_s = shift_s
+        self.random = random.Random(SEEDS[0])
         self._num_ticks = 0
 
     def tick(self) -> None:
-        """A request was made: the next one is made another day, with other random numbers."""
+        """A request was made: the next one is made another day, and other lots are drawn for it."""
         self.shift_s += TICK_S
         self._num_ticks += 1
-        random.seed(SEEDS[self._num_ticks % 2])
+        self.random.seed(SEEDS[self._num_ticks % 2])
 
     @contextmanager
     def shown(self, *, start: int = 0) -> Iterator[None]:
@@ -56,10 +62,10 @@ class ShiftedClock:
         ``start`` counts the starts of an app: an even one draws other random numbers than an odd one.
         """
         modules, stands_for = _stand_ins(self)
-        state, real = random.getstate(), {name: sys.modules[name] for name in modules}
+        real = {name: sys.modules[name] for name in modules}
         replaced: list[tuple[dict[str, Any], str, Any]] = []
         self._num_ticks = start
-        random.seed(SEEDS[start % 2])
+        self.random.seed(SEEDS[start % 2])
         for module in list(sys.modules.values()):
             if not isinstance(module, ModuleType) or not _is_of_the_app(module.__name__):
                 continue
@@ -74,8 +80,9 @@ class ShiftedClock:
             sys.modules.update(real)
             for names, name, value in replaced:
                 names[name] = value
-            self.shift_s = 0.0  # what was loaded meanwhile keeps our stand-ins; they show the real time from now on
-            random.setstate(state)
+            # What was loaded meanwhile keeps our stand-ins: they show the real time, and draw anew, from now on.
+            self.shift_s = 0.0
+            self.random.seed()
 
 
 def _is_of_the_app(module: str) -> bool:
@@ -96,14 +103,17 @@ class _StandIn(ModuleType):
 
 
 def _stand_ins(clock: ShiftedClock) -> tuple[dict[str, ModuleType], dict[int, Any]]:
-    """The stand-ins of ``time`` and ``datetime``, and which of them stands for what, by the id of the real one."""
+    """The stand-ins of whole modules, and what stands for what: by the id of the real one."""
+    draws = {name: getattr(clock.random, name) for name in _DRAWS}
     times = _times(clock)
     classes = {"datetime": _shifted_datetime(clock), "date": _shifted_date(clock)}
     modules: dict[str, ModuleType] = {
         "time": _StandIn(_time, **times),
         "datetime": _StandIn(_datetime, **classes),
+        "random": _StandIn(random, **draws),
     }
-    stands_for: dict[int, Any] = {id(_time): modules["time"], id(_datetime): modules["datetime"]}
+    stands_for: dict[int, Any] = {id(sys.modules[name]): module for name, module in modules.items()}
+    stands_for.update({id(getattr(random, name)): draw for name, draw in draws.items()})
     stands_for.update({id(getattr(_time, name)): function for name, function in times.items()})
     stands_for.update({id(getattr(_datetime, name)): kind for name, kind in classes.items()})
     return modules, stands_for
