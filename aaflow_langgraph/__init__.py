@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from aaflow_langgraph.graph.channels import KVChannel as KVChannel
     from aaflow_langgraph.graph.compose_channel import KVCompose as KVCompose
     from aaflow_langgraph.graph.compose_node import compose_node as compose_node
+    from aaflow_langgraph.graph.lineages import KVMessagesState as KVMessagesState
+    from aaflow_langgraph.graph.lineages import kv_state as kv_state
     from aaflow_langgraph.graph.nodes import generate_node as generate_node
     from aaflow_langgraph.graph.nodes import prefill_node as prefill_node
     from aaflow_langgraph.handle import KVHandle as KVHandle
@@ -39,11 +41,13 @@ _HOMES = {
     "KVCompose": "graph.compose_channel",
     "KVComposite": "composite",
     "KVHandle": "handle",
+    "KVMessagesState": "graph.lineages",
     "Sampling": "engine.sampling",
     "TransformersEngine": "engine.transformers",
     "Usage": "results",
     "compose_node": "graph.compose_node",
     "generate_node": "graph.nodes",
+    "kv_state": "graph.lineages",
     "prefill_node": "graph.nodes",
 }
 

@@ -25,6 +25,7 @@ from pydantic import Field, PrivateAttr
 
 from aaflow_langgraph.broker import KVBroker
 from aaflow_langgraph.chat.answer import Answer, Reader, handle_of, words_of
+from aaflow_langgraph.chat.lineage import Lineage
 from aaflow_langgraph.chat.messages import template_message
 from aaflow_langgraph.chat.render import Part, Prompt, Renderer, Spoken
 from aaflow_langgraph.chat.tools import Said, ToolFormat, check_choice
@@ -292,6 +293,7 @@ class KVChatModel(BaseChatModel):
                 if text:
                     yield text
                 event = next(stream)
+        request.lineage.leave(event.handle)
         if reader is None:
             yield Answer(event, Said(event.text), "", self.model_name, request.path)
             return
@@ -329,12 +331,14 @@ class KVChatModel(BaseChatModel):
         opening = ""
         if tool_format is not None and choice is not None:
             opening = tool_format.opening(choice if isinstance(choice, str) else None)
-        prompt = self._prompt(messages, tools, tool_format, opening, hint)
         config = ensure_config()
+        namespace = self.broker.namespace.digest
+        lineage = Lineage.of(config, namespace)
+        prompt = self._prompt(messages, tools, tool_format, opening, (*hint, *lineage.own))
         node = (config.get("metadata") or {}).get("langgraph_node", "")
         return _Request(
             prompt=prompt,
-            near=(*hint, *_answered(messages, self.broker.namespace.digest))[:_NEAR],
+            near=(*hint, *lineage.own, *_answered(messages, namespace), *lineage.others)[:_NEAR],
             sampling=sampling,
             tools=tool_format,
             opening=opening,
@@ -344,6 +348,7 @@ class KVChatModel(BaseChatModel):
             path=task_path(config),
             node=str(node),
             thread=str((config.get("configurable") or {}).get("thread_id", "")),
+            lineage=lineage,
         )
 
     def _hint(self, options: Mapping[str, Any]) -> tuple[bool, tuple[str, ...]]:
@@ -403,6 +408,7 @@ class _Request:
     path: str
     node: str
     thread: str
+    lineage: Lineage
 
     def reader(self, tokenizer: Any) -> Reader | None:
         """What takes the answer apart; None when there are no tools to call."""

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from aaflow_langgraph.graph.channels import KVChannel as KVChannel
     from aaflow_langgraph.graph.compose_channel import KVCompose as KVCompose
     from aaflow_langgraph.graph.compose_node import compose_node as compose_node
+    from aaflow_langgraph.graph.lineages import KVLineages as KVLineages
+    from aaflow_langgraph.graph.lineages import KVMessagesState as KVMessagesState
+    from aaflow_langgraph.graph.lineages import kv_state as kv_state
     from aaflow_langgraph.graph.node import KVNode as KVNode
     from aaflow_langgraph.graph.nodes import generate_node as generate_node
     from aaflow_langgraph.graph.nodes import prefill_node as prefill_node
@@ -25,11 +28,14 @@ _HOMES = {
     "KVBranches": "channels",
     "KVChannel": "channels",
     "KVCompose": "compose_channel",
+    "KVLineages": "lineages",
+    "KVMessagesState": "lineages",
     "KVNode": "node",
     "MSGPACK_ALLOWLIST": "serde",
     "RejectedWrite": "rejected",
     "compose_node": "compose_node",
     "generate_node": "nodes",
+    "kv_state": "lineages",
     "handle_serializer": "serde",
     "prefill_node": "nodes",
     "rejected_writes": "rejected",

@@ -40,7 +40,7 @@ ROWS: tuple[frozenset[str], ...] = (
         }
     ),
     frozenset({"graph", "checkpoint", "chat", "testing", "bench", "inspection", "metrics", "explain", "lint"}),
-    frozenset({"studio", "cli"}),
+    frozenset({"studio", "cli", "agents"}),
 )
 # Units of one row that may know each other: values are built of values, the broker's parts of each other; the index
 # records allocations (pure numbers, no bytes) and candidates for eviction.
@@ -120,7 +120,7 @@ FORBIDDEN: tuple[tuple[str, frozenset[str]], ...] = (
     ("model", frozenset({"torch", "transformers", "redis"})),
     ("errors", frozenset({"torch", "transformers", "redis"})),
 )
-KNOWS_LANGGRAPH = frozenset({"graph", "chat", "checkpoint", "studio", "bench", "lint"})
+KNOWS_LANGGRAPH = frozenset({"agents", "graph", "chat", "checkpoint", "studio", "bench", "lint"})
 
 # Where the name to import is not the name to install.
 DISTRIBUTIONS = {"langchain_core": "langchain-core", "typing_extensions": "typing-extensions"}

@@ -20,11 +20,13 @@ PUBLIC = [
     "KVCompose",
     "KVComposite",
     "KVHandle",
+    "KVMessagesState",
     "Sampling",
     "TransformersEngine",
     "Usage",
     "compose_node",
     "generate_node",
+    "kv_state",
     "prefill_node",
 ]
 
