@@ -60,6 +60,7 @@ def routes(view: View, threads: Threads) -> list[Route]:
         "miss": lambda asked: view.why_missed(_count(asked, "number", 0, 1 << 53)),
         "movements": lambda asked: view.movements(**_page(asked)),
         "pool": pool,
+        "rejected": lambda asked: view.rejected(),
         "threads": lambda asked: threads.listed(**_page(asked)),
         "thread": lambda asked: threads.one(_text(asked, "id"), **_page(asked)),
     }

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from aaflow_langgraph.errors import RecipeMissing
+from aaflow_langgraph.graph.rejected import RejectedWrite
 from aaflow_langgraph.index.base import ExtentRecord
 from aaflow_langgraph.journal import Entry
 from aaflow_langgraph.model import Recipe
@@ -71,6 +72,9 @@ class Source(Protocol):
 
     def decode(self, token_ids: Sequence[int]) -> str | None:
         """Their text; None where there is no tokenizer."""
+
+    def rejected(self) -> Sequence[RejectedWrite]:
+        """Kinds of values that channels of this process did not take, oldest first."""
 
     def why_missed(self, number: int, *, with_text: bool) -> dict[str, Any] | None:
         """Why a request reused less than it could have; None when that request is not known. Without ``with_text`` neither

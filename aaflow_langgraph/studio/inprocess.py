@@ -8,6 +8,7 @@ from typing import Any
 
 from aaflow_langgraph.broker import KVBroker
 from aaflow_langgraph.errors import ConfigError, IndexUnavailable
+from aaflow_langgraph.graph.rejected import RejectedWrite, rejected_writes
 from aaflow_langgraph.model import Recipe
 from aaflow_langgraph.studio.facts import Facts
 from aaflow_langgraph.studio.tally import MOST_CHARS
@@ -53,6 +54,7 @@ class InProcess:
             "num_handles": len(broker.recipes()),
             "num_requests": entries[-1].number if entries else 0,
             "num_movements": movements[-1].number if movements else 0,
+            "num_rejected": sum(one.count for one in rejected_writes()),
             "threads": sorted({entry.thread for entry in entries if 0 < len(entry.thread) <= MOST_CHARS}),
             "stats": None,
             "pool": None,
@@ -76,6 +78,10 @@ class InProcess:
     def decode(self, token_ids: Sequence[int]) -> str | None:
         """By the broker's tokenizer; special tokens left out."""
         return self._broker.engine.frame.decode(token_ids)
+
+    def rejected(self) -> Sequence[RejectedWrite]:
+        """Those of the process: channels know no broker."""
+        return rejected_writes()
 
     def why_missed(self, number: int, *, with_text: bool) -> dict[str, Any] | None:
         """As ``explain_request`` says; of a closed broker nothing can be said."""

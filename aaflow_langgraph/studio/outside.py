@@ -15,6 +15,7 @@ from typing import Any
 
 from aaflow_langgraph.checkpoint.beside import Beside
 from aaflow_langgraph.errors import AAFlowError, ConfigError, IntegrityError, RecipeMissing
+from aaflow_langgraph.graph.rejected import RejectedWrite
 from aaflow_langgraph.hashing import block_hashes, prefix_id
 from aaflow_langgraph.index.base import ExtentRecord
 from aaflow_langgraph.index.census import shared_recipes
@@ -115,6 +116,7 @@ class FromOutside:
                 "num_handles": len(self._facts.recipes),
                 "num_requests": 0,
                 "num_movements": 0,
+                "num_rejected": 0,
                 "threads": [],
                 "stats": None,
                 "pool": None,
@@ -135,6 +137,10 @@ class FromOutside:
     def decode(self, token_ids: Sequence[int]) -> str | None:
         """By the tokenizer of ``model``."""
         return None if self._decode is None else self._decode(token_ids)
+
+    def rejected(self) -> Sequence[RejectedWrite]:
+        """Channels tell only their own process."""
+        return ()
 
     def why_missed(self, number: int, *, with_text: bool) -> dict[str, Any] | None:
         """Nobody counts requests here."""

@@ -179,6 +179,11 @@ class View:
             ],
         }
 
+    def rejected(self) -> dict[str, Any]:
+        """Kinds of values that channels did not take, newest first: what is wrong with them, never what they say."""
+        found = self.source.rejected()[::-1]
+        return {"schema": 1, "num_found": len(found), "rejected": [asdict(one) for one in found]}
+
     def pool(self, *, kv_id: str = "") -> dict[str, Any]:
         """The pool of this process as a row of cells: how much of each is taken, and by the handle ``kv_id``."""
         facts, lineage = self._look()

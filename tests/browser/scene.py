@@ -74,7 +74,7 @@ def trips(broker: KVBroker) -> StateGraph[Any]:
 def playing(engine: TransformersEngine, folder: Path) -> Iterator[tuple[KVBroker, KVCheckpointSaver]]:
     """Run it; the broker and the checkpointer as it leaves them."""
     num_tokens = len(engine.frame.encode_text(NOTES * 4, what="notes"))
-    pool_bytes = int(2.1 * num_tokens * engine.layout.token_bytes)
+    pool_bytes = (2 * num_tokens + 512) * engine.layout.token_bytes
     with (
         KVBroker.open(engine, pool_bytes=pool_bytes, disk=str(folder / "disk")) as broker,
         KVCheckpointSaver.local(folder / "checkpoints", broker) as saver,

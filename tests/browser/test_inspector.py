@@ -12,6 +12,7 @@ import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from aaflow_langgraph import KVBroker, KVCheckpointSaver, TransformersEngine
+from aaflow_langgraph.graph.rejected import RejectedWrite
 from aaflow_langgraph.journal import Entry
 from aaflow_langgraph.model import Recipe, Span, Turn
 from aaflow_langgraph.studio import inspector_app
@@ -80,6 +81,8 @@ def played(
 
         engine = TransformersEngine.load(demo_model(), dtype="float32", device="cpu")
         os.environ["XDG_CACHE_HOME"] = ours
+        with KVBroker.open(engine, pool_bytes=64 << 20) as broker:  # what a first compose measures is not to be seen
+            broker.compose([broker.prefill(text).handle for text in ("One.", "Two.")], rung="legolink")
     else:
         engine = engines("llama")
     with playing(engine, tmp_path_factory.mktemp("scene")) as left:
@@ -132,7 +135,7 @@ def test_a_look_at_an_app(played: tuple[KVBroker, KVCheckpointSaver], url: str, 
     expect(page.locator("#plot canvas")).to_be_visible()
     photograph(page, "inspector")
     photograph(page, "inspector-tokens", full_page=True, clip=clip_of(page, "#panel", above=70))
-    node(page, "greeting").click()
+    page.locator('.node[aria-label^="greeting, "]').last.click()
     expect(page.locator(".cells i.picked").first).to_be_attached()
 
 
@@ -314,6 +317,7 @@ class Told:
             "num_handles": len(self._facts.recipes),
             "num_requests": len(self._facts.entries),
             "num_movements": 0,
+            "num_rejected": 1,
             "threads": [HOSTILE, TURNED],
             "stats": None,
             "pool": None,
@@ -324,6 +328,9 @@ class Told:
 
     def decode(self, token_ids: Sequence[int]) -> str | None:
         return self._text
+
+    def rejected(self) -> Sequence[RejectedWrite]:
+        return [RejectedWrite(HOSTILE, TURNED, "")]
 
     def why_missed(self, number: int, *, with_text: bool) -> dict[str, Any] | None:
         return None
@@ -352,7 +359,7 @@ def test_hostile_names_and_texts_are_shown_and_do_nothing(open_page: Callable[..
         for width in (390, 1280):
             page = open_page(address, width=width)
             expect(page.locator("#who")).to_contain_text("<script>window.hacke")
-            for tab in ("Requests", "Handles", "Nodes and edges"):
+            for tab in ("Requests", "Handles", "Rejected edits", "Nodes and edges"):
                 page.get_by_role("tab", name=tab).click()
                 expect(page.locator("#panel")).to_contain_text('<img src=x onerror="window.hacked=1">')
             assert is_within(page)

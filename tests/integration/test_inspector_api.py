@@ -17,7 +17,7 @@ from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
 import aaflow_langgraph.studio
-from aaflow_langgraph import KVBroker, KVCheckpointSaver, Sampling, TransformersEngine
+from aaflow_langgraph import KVBroker, KVChannel, KVCheckpointSaver, KVHandle, Sampling, TransformersEngine
 from aaflow_langgraph.cli import main
 from aaflow_langgraph.errors import ConfigError
 from aaflow_langgraph.journal import origin
@@ -183,7 +183,30 @@ def test_the_map_of_the_pool_shows_what_is_taken_and_what_a_handle_needs(scene: 
     assert 0 < sum(picked) < sum(whole["taken"])
 
 
-ALL = ("overview", "handles", "graph", "handle", "diff", "profile", "requests", "miss", "movements", "pool", "threads")
+def test_edits_that_channels_did_not_take_are_told_without_their_text(scene: Scene) -> None:
+    channel = KVChannel(KVHandle, f"key {CANARY[::-1]}")
+    channel.update([{"kv_id": CANARY, "kv_namespace": "0" * 64, "kv_tokens": 3}])
+    told = scene.ask("rejected")["rejected"][0]
+    assert told["key"] == f"key {CANARY[::-1]}"
+    assert told["reason"].startswith("kv_id must be")
+    assert CANARY not in told["reason"]
+    assert scene.ask("overview")["num_rejected"] > 0
+
+
+ALL = (
+    "overview",
+    "handles",
+    "graph",
+    "handle",
+    "diff",
+    "profile",
+    "requests",
+    "miss",
+    "movements",
+    "pool",
+    "rejected",
+    "threads",
+)
 
 
 def parameters(scene: Scene) -> dict[str, dict[str, Any]]:

@@ -37,7 +37,7 @@ async function look() {
   notePool(overview.pool);
   if (overview.kind === "outside" && !known && view.tab === "nodes") choose("handles");
   head();
-  const now = [overview.state, overview.num_handles, overview.num_requests, overview.num_movements, overview.stats?.num_extents, JSON.stringify(overview.pools ?? "")].join();
+  const now = [overview.state, overview.num_handles, overview.num_requests, overview.num_movements, overview.num_rejected, overview.stats?.num_extents, JSON.stringify(overview.pools ?? "")].join();
   if (now === known) {
     if (overview.pool) at("pool-note").textContent = `${bytes(overview.pool.used_bytes)} of ${bytes(overview.pool.capacity_bytes)} taken, at most ${bytes(overview.pool.peak_bytes)}`;
     return;
@@ -230,7 +230,7 @@ function choose(tab) {
 function head() {
   const { kind, model, dtype, device, namespace, state, metadata_only, looks_at, kv } = overview;
   show(at("who"), kind === "broker"
-    ? [h("b", {}, h("bdi", {}, clean(model, 60))), ` ${clean(dtype, 20)} on ${clean(device, 20)}, `, h("code", { title: namespace }, namespace.slice(0, 12))]
+    ? [h("b", { title: model }, h("bdi", {}, clean(model.split("/").filter(Boolean).pop() ?? model, 60))), ` ${clean(dtype, 20)} on ${clean(device, 20)}, `, h("code", { title: namespace }, namespace.slice(0, 12))]
     : ["seen from outside: ", Object.entries(looks_at).filter(([, place]) => place).map(([what, place]) => `${what} ${clean(place, 120)}`).join(", ")],
   " ", metadata_only ? h("span", { class: "badge strong" }, "metadata only") : null, kv === false ? h("span", { class: "badge strong" }, "kv=False: text is passed") : null);
   at("state").textContent = paused ? "paused" : { open: "live", closed: "broker closed", unreachable: "out of reach" }[state];

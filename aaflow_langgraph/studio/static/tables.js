@@ -56,6 +56,13 @@ const handleColumns = (act) => [
   { name: "forks", number: true, cell: (one) => count(one.num_children) },
 ];
 
+const rejectedColumns = [
+  { name: "state key", cell: (one) => name(one.key) },
+  { name: "what is wrong with the value", cell: (one) => clean(one.reason, 200) },
+  { name: "kept", cell: (one) => (one.kept ? h("code", {}, one.kept) : h("span", { class: "dim" }, "nothing was there")) },
+  { name: "times", number: true, cell: (one) => count(one.count) },
+];
+
 const MOVES = { evict: "evicted", spill: "spilled to disk", fetch: "fetched from disk", adopt: "adopted from a process that is gone" };
 
 const movementColumns = (act) => [
@@ -74,6 +81,7 @@ export const TABS = {
   misses: { title: "Misses", asks: "requests", paged: true, options: { missed: 1 }, draw: (told, act) => listed(told, told.requests, requestColumns(act), act, "Nothing that had been computed before was computed again.") },
   handles: { title: "Handles", asks: "handles", paged: true, searches: true, draw: (told, act) => listed(told, told.handles, handleColumns(act), act, "No handle is found.") },
   movements: { title: "Evictions and transfers", asks: "movements", paged: true, draw: (told, act) => listed(told, told.movements, movementColumns(act), act, "Nothing left the pool and nothing was fetched.") },
+  rejected: { title: "Rejected edits", asks: "rejected", draw: (told) => (told.rejected.length ? table(rejectedColumns, told.rejected, "Newest first") : empty("Every value that was written to a key for handles was taken.")) },
 };
 
 function listed(told, rows, columns, act, nothing) {
