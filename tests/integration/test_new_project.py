@@ -49,11 +49,16 @@ def test_a_new_project_starts_offline_and_answers_streams_and_shows_its_kv(serve
         message: Any = {"messages": [{"role": "user", "content": said}]}
         parts = list(client.runs.stream(thread, "chat", input=message, stream_mode=["messages-tuple", "values"]))
         chunks: list[Any] = [part.data[0] for part in parts if part.event == "messages"]
-        answer: Any = client.threads.get_state(thread)["values"]["messages"][-1]  # type: ignore[call-overload]
+        state: Any = client.threads.get_state(thread)["values"]
+        answer = state["messages"][-1]
         assert len(chunks) > 2
         assert "".join(chunk["content"] for chunk in chunks) == answer["content"] != ""
         reused.append(answer["usage_metadata"]["input_token_details"]["cache_read"])
     assert reused[1] > reused[0] + 10
+    (handle,) = state["kv_lineages"].values()
+    assert handle["kv_id"] == answer["response_metadata"]["kv"]["kv_id"], (
+        "the conversation's handle is in the state, too"
+    )
 
     with urllib.request.urlopen(f"{server.url}/kv") as page:
         assert page.status == 200
