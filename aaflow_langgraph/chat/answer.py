@@ -14,7 +14,7 @@ from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, Inva
 from langchain_core.messages.tool import invalid_tool_call, tool_call, tool_call_chunk
 from transformers import PreTrainedTokenizerBase
 
-from aaflow_langgraph.chat.render import Spoken
+from aaflow_langgraph.chat.spoken import Spoken
 from aaflow_langgraph.chat.tools import Said, ToolFormat
 from aaflow_langgraph.engine.turns import ChatFrame
 from aaflow_langgraph.errors import MalformedHandle

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from contextvars import copy_context
-from dataclasses import dataclass
 from typing import Any
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
@@ -18,30 +17,20 @@ from langchain_core.language_models import BaseChatModel, LangSmithParams, Langu
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable
-from langchain_core.runnables.config import ensure_config
 from langchain_core.tools import BaseTool
-from langchain_core.utils.function_calling import convert_to_openai_tool
 from pydantic import Field, PrivateAttr
 
 from aaflow_langgraph.broker import KVBroker
-from aaflow_langgraph.chat.answer import Answer, Reader, handle_of, words_of
-from aaflow_langgraph.chat.lineage import Lineage
-from aaflow_langgraph.chat.messages import template_message
-from aaflow_langgraph.chat.render import Part, Prompt, Renderer, Spoken
-from aaflow_langgraph.chat.tools import Said, ToolFormat, check_choice
+from aaflow_langgraph.chat.answer import Answer
+from aaflow_langgraph.chat.request import SAMPLING, Request, Requests, schemas, stop_strings
+from aaflow_langgraph.chat.tools import Said, check_choice
 from aaflow_langgraph.engine.sampling import Sampling
-from aaflow_langgraph.errors import ConfigError, IncompatibleHandle
-from aaflow_langgraph.graph.stream import task_path
-from aaflow_langgraph.handle import KVHandle
+from aaflow_langgraph.errors import ConfigError
 from aaflow_langgraph.journal import origin
 from aaflow_langgraph.results import Generation
 
-_SAMPLING = ("temperature", "max_tokens", "top_p", "top_k", "seed")
-_CALL = frozenset({*_SAMPLING, "deterministic", "kv", "kv_id", "tools", "tool_choice", "parallel_tool_calls", "stream"})
 # What callers of hosted models pass by habit; there is no server to reach here.
 _NO_SERVER = frozenset({"api_key", "base_url", "timeout", "max_retries", "streaming", "stream_usage"})
-_NEAR = 8
-"""So many of the newest answers are looked up: an older one is part of them, or of another branch."""
 
 
 class KVChatModel(BaseChatModel):
@@ -81,7 +70,7 @@ class KVChatModel(BaseChatModel):
     deterministic: bool = False
     kv: bool | None = None
 
-    _renderer: Renderer = PrivateAttr()
+    _requests: Requests = PrivateAttr()
 
     def __init__(self, broker: KVBroker, **fields: Any) -> None:
         if not isinstance(broker, KVBroker):
@@ -89,10 +78,10 @@ class KVChatModel(BaseChatModel):
         unknown = sorted(set(fields) - set(type(self).model_fields) - _NO_SERVER)
         if unknown:
             raise ConfigError(
-                f"unknown field {unknown[0]!r}; a KVChatModel has {', '.join(_SAMPLING)}, stop, deterministic and kv"
+                f"unknown field {unknown[0]!r}; a KVChatModel has {', '.join(SAMPLING)}, stop, deterministic and kv"
             )
-        fields["stop"] = _stops(fields.get("stop"))
-        _sampling({name: fields[name] for name in _SAMPLING if name in fields}, fields["stop"])
+        fields["stop"] = stop_strings(fields.get("stop"))
+        Sampling(**{name: fields[name] for name in (*SAMPLING, "stop") if name in fields})
         for name, allowed in (("deterministic", (True, False)), ("kv", (True, False, None))):
             value = fields.get(name, allowed[-1])
             if not any(value is one for one in allowed):
@@ -100,7 +89,7 @@ class KVChatModel(BaseChatModel):
         kept: dict[str, Any] = {name: value for name, value in fields.items() if name not in _NO_SERVER}
         kept["broker"] = broker
         super().__init__(**kept)
-        self._renderer = Renderer(broker.engine.tokenizer, broker.engine.frame)
+        self._requests = Requests(broker)
 
     # ---------------------------------------------------------------- what LangChain asks about a model
 
@@ -118,7 +107,7 @@ class KVChatModel(BaseChatModel):
         return {
             "model_name": self.model_name,
             "kv_namespace": self.broker.namespace.digest,
-            **{name: getattr(self, name) for name in _SAMPLING},
+            **{name: getattr(self, name) for name in SAMPLING},
             "stop": list(self.stop),
         }
 
@@ -148,7 +137,7 @@ class KVChatModel(BaseChatModel):
         """A copy that speaks through the same broker."""
         shared = {} if memo is None else memo
         shared[id(self.broker)] = self.broker
-        shared[id(self._renderer)] = self._renderer
+        shared[id(self._requests)] = self._requests
         return super().__deepcopy__(shared)
 
     def get_token_ids(self, text: str) -> list[int]:
@@ -157,8 +146,7 @@ class KVChatModel(BaseChatModel):
 
     def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[Any] | None = None) -> int:
         """Tokens of the prompt that these messages make, the template's frame included."""
-        shown = None if tools is None else _schemas(tools)
-        return len(self._prompt(messages, shown, None, "", ()).token_ids)
+        return len(self._requests.prompt(messages, None if tools is None else schemas(tools)).token_ids)
 
     # ---------------------------------------------------------------- tools
 
@@ -182,10 +170,10 @@ class KVChatModel(BaseChatModel):
             ConfigError: The model's template knows no tools or writes calls in an unknown way, a tool has no schema, or the
                 choice names no tool. Way out: fail.
         """
-        self._renderer.tool_format()  # refuses a model without
-        schemas = _schemas(tools)
-        check_choice(tool_choice, schemas)
-        bound: dict[str, Any] = {"tools": schemas, **kwargs}
+        self._requests.renderer.template.tool_format()  # refuses a model without
+        shown = schemas(tools)
+        check_choice(tool_choice, shown)
+        bound: dict[str, Any] = {"tools": shown, **kwargs}
         if tool_choice is not None:
             bound["tool_choice"] = tool_choice
         if parallel_tool_calls is not None:
@@ -255,7 +243,11 @@ class KVChatModel(BaseChatModel):
             speaking.cancel()
             await asyncio.wait({speaking})
 
-    def _drained(self, request: _Request, cancel: threading.Event) -> ChatResult:
+    def _request(self, messages: list[BaseMessage], stop: list[str] | None, options: dict[str, Any]) -> Request:
+        fields = {name: getattr(self, name) for name in (*SAMPLING, "stop", "deterministic", "kv")}
+        return self._requests.make(messages, stop, options, fields)
+
+    def _drained(self, request: Request, cancel: threading.Event) -> ChatResult:
         with closing(self._speak(request, cancel)) as events:
             for event in events:
                 if isinstance(event, Answer):
@@ -267,7 +259,7 @@ class KVChatModel(BaseChatModel):
                     )
         raise RuntimeError("a stream ended without its generation")
 
-    def _speak(self, request: _Request, cancel: threading.Event) -> Generator[str | Answer, None, None]:
+    def _speak(self, request: Request, cancel: threading.Event) -> Generator[str | Answer, None, None]:
         """Content as it comes, then the answer."""
         prompt = request.prompt
         stream = self.broker.stream_complete(
@@ -297,8 +289,10 @@ class KVChatModel(BaseChatModel):
         if reader is None:
             yield Answer(event, Said(event.text), "", self.model_name, request.path)
             return
-        spoken = Spoken.of(self.broker.recipe(event.handle), self.broker.token_ids(event.handle))
-        said, words, rest = reader.finish(spoken.answer_ids)
+        # Not from the recipe's turns: the same tokens may have been asked for in another way before.
+        whole = self.broker.token_ids(event.handle)
+        answer_ids = whole[len(prompt.token_ids) : len(whole) - len(prompt.end_of_turn)]
+        said, words, rest = reader.finish(answer_ids)
         if rest:
             yield rest
         if not request.parallel:
@@ -306,148 +300,10 @@ class KVChatModel(BaseChatModel):
         is_more = bool(said.calls or said.broken)
         yield Answer(event, said, words if is_more else "", self.model_name, request.path)
 
-    # ---------------------------------------------------------------- requests
-
-    def _request(self, messages: list[BaseMessage], stop: list[str] | None, options: Mapping[str, Any]) -> _Request:
-        """Everything that a call is about, checked before anything is computed."""
-        unknown = sorted(set(options) - _CALL)
-        if unknown == ["model"] and options["model"] == self.model_name:
-            unknown = []
-        if unknown:
-            raise ConfigError(
-                f"a call of a KVChatModel takes {', '.join(sorted(_CALL - {'stream'}))} and stop, not {unknown[0]!r}"
-            )
-        stops = self.stop if stop is None else _stops(stop)
-        sampling = _sampling({name: options.get(name, getattr(self, name)) for name in _SAMPLING}, stops)
-        tools = _schemas(options["tools"]) if options.get("tools") else None
-        choice = check_choice(options.get("tool_choice"), tools or [])
-        if choice is False:
-            tools = None
-        parallel = options.get("parallel_tool_calls")
-        if parallel not in (None, True, False):
-            raise ConfigError(f"parallel_tool_calls must be True or False, got {parallel!r:.80}")
-        used, hint = self._hint(options)
-        tool_format = None if tools is None else self._renderer.tool_format()
-        opening = ""
-        if tool_format is not None and choice is not None:
-            opening = tool_format.opening(choice if isinstance(choice, str) else None)
-        config = ensure_config()
-        namespace = self.broker.namespace.digest
-        lineage = Lineage.of(config, namespace)
-        prompt = self._prompt(messages, tools, tool_format, opening, (*hint, *lineage.own))
-        node = (config.get("metadata") or {}).get("langgraph_node", "")
-        return _Request(
-            prompt=prompt,
-            near=(*hint, *lineage.own, *_answered(messages, namespace), *lineage.others)[:_NEAR],
-            sampling=sampling,
-            tools=tool_format,
-            opening=opening,
-            parallel=parallel is not False,
-            deterministic=options.get("deterministic", self.deterministic),
-            kv=used,
-            path=task_path(config),
-            node=str(node),
-            thread=str((config.get("configurable") or {}).get("thread_id", "")),
-            lineage=lineage,
-        )
-
-    def _hint(self, options: Mapping[str, Any]) -> tuple[bool, tuple[str, ...]]:
-        """Whether KV is used, and the id of a conversation that the prompt is likely to begin with."""
-        kv, kv_id = options.get("kv", self.kv), options.get("kv_id")
-        if kv is None or isinstance(kv, bool):
-            used = kv is not False
-        else:
-            used = self.kv is not False
-            handle = KVHandle.coerce(kv)
-            if handle.kv_namespace != self.broker.namespace.digest:
-                raise IncompatibleHandle(
-                    f"the handle in kv= belongs to namespace {handle.kv_namespace[:12]}, this model's broker serves "
-                    f"{self.broker.namespace.digest[:12]}; make it with this broker"
-                )
-            kv_id = handle.kv_id
-        if kv_id is None:
-            return used, ()
-        self.broker.find_recipe(kv_id)  # refuses what is no id
-        return used, (kv_id,)
-
-    def _prompt(
-        self,
-        messages: Sequence[BaseMessage],
-        tools: list[dict[str, Any]] | None,
-        tool_format: ToolFormat | None,
-        opening: str,
-        hint: tuple[str, ...],
-    ) -> Prompt:
-        known = {kv_id: self._recall(kv_id) for kv_id in _answered(messages, self.broker.namespace.digest)[:_NEAR]}
-        parts = []
-        for message in messages:
-            spoken = words = None
-            if isinstance(message, AIMessage):
-                handle = handle_of(message)
-                spoken = known.get(handle.kv_id) if handle else None
-                words = words_of(message, tool_format, spoken, self.broker.engine.frame)
-            parts.append(Part(template_message(message), spoken, words))
-        hints = [spoken for kv_id in hint if (spoken := self._recall(kv_id)) is not None]
-        return self._renderer.render(parts, tools=tools, opening=opening, hints=hints)
-
-    def _recall(self, kv_id: str) -> Spoken | None:
-        recipe = self.broker.find_recipe(kv_id)
-        return None if recipe is None else Spoken.of(recipe, self.broker.tokens_of(kv_id))
-
-
-@dataclass(frozen=True, slots=True)
-class _Request:
-    prompt: Prompt
-    near: tuple[str, ...]
-    sampling: Sampling
-    tools: ToolFormat | None
-    opening: str
-    parallel: bool
-    deterministic: bool
-    kv: bool
-    path: str
-    node: str
-    thread: str
-    lineage: Lineage
-
-    def reader(self, tokenizer: Any) -> Reader | None:
-        """What takes the answer apart; None when there are no tools to call."""
-        return None if self.tools is None else Reader(tokenizer, self.tools, self.sampling.stop, self.opening)
-
-
-def _answered(messages: Sequence[BaseMessage], namespace: str) -> tuple[str, ...]:
-    """Ids of the conversations behind the model's own answers, newest first."""
-    handles = [handle_of(message) for message in reversed(messages) if isinstance(message, AIMessage)]
-    return tuple(dict.fromkeys(one.kv_id for one in handles if one is not None and one.kv_namespace == namespace))
-
 
 def _chunk(event: str | Answer) -> ChatGenerationChunk:
     message = AIMessageChunk(content=event) if isinstance(event, str) else event.last_chunk()
     return ChatGenerationChunk(message=message)
-
-
-def _schemas(tools: Sequence[Any]) -> list[dict[str, Any]]:
-    if isinstance(tools, str | bytes | Mapping) or not isinstance(tools, Sequence):
-        raise ConfigError(f"tools must be a list of tools, got {type(tools).__name__}")
-    schemas = []
-    for tool in tools:
-        try:
-            schemas.append(convert_to_openai_tool(tool))
-        except (ValueError, TypeError, AttributeError, KeyError) as error:
-            raise ConfigError(f"{tool!r:.80} is no tool that a schema can be made of: {error}") from error
-    return schemas
-
-
-def _stops(stop: object) -> tuple[str, ...]:
-    if stop is None:
-        return ()
-    if isinstance(stop, str) or not isinstance(stop, Sequence):
-        raise ConfigError(f"stop must be a list of non-empty strings, got {stop!r:.80}")
-    return tuple(stop)
-
-
-def _sampling(settings: Mapping[str, Any], stop: tuple[str, ...]) -> Sampling:
-    return Sampling(**settings, stop=stop)
 
 
 async def _in_thread(body: Callable[[threading.Event], Any]) -> Any:

@@ -459,6 +459,21 @@ def test_a_chosen_tool_begins_the_answer(broker: ScriptedBroker, scripted: None,
     assert reuse_of(after)[1] == sum(reuse_of(message)[::2])
 
 
+def test_the_same_words_are_the_same_call_whether_the_tool_was_chosen_or_not(
+    broker: ScriptedBroker, scripted: None
+) -> None:
+    """Both name the same tokens, and the recipe of the first says where its answer began."""
+    model = KVChatModel(broker)
+    asked = [HumanMessage("Call it in two ways.")]
+    broker.script = lambda prompt: ' {"a": 4}}\n</tool_call>'
+    chosen = model.bind_tools([add], tool_choice="add").invoke(asked)
+    broker.script = lambda prompt: '<tool_call>\n{"name": "add", "arguments": {"a": 4}}\n</tool_call>'
+    free = model.bind_tools([add]).invoke(asked)
+    assert handle_of(chosen) == handle_of(free)
+    assert chosen.tool_calls == free.tool_calls
+    assert (chosen.content, free.content) == ("", "")
+
+
 def test_structured_output_is_the_arguments_of_a_call(broker: ScriptedBroker, scripted: None) -> None:
     class City(BaseModel):
         """A city."""

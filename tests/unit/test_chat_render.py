@@ -22,7 +22,9 @@ from transformers import PreTrainedTokenizerBase
 
 from aaflow_langgraph.chat.answer import words_of
 from aaflow_langgraph.chat.messages import template_message
-from aaflow_langgraph.chat.render import Part, Prompt, Renderer, Spoken
+from aaflow_langgraph.chat.render import Prompt, Renderer
+from aaflow_langgraph.chat.spoken import Spoken
+from aaflow_langgraph.chat.template import Part
 from aaflow_langgraph.engine.turns import ChatFrame
 from aaflow_langgraph.errors import ConfigError
 from aaflow_langgraph.model import Span, Turn
@@ -69,7 +71,7 @@ class Talk:
     def prompt(self, *messages: BaseMessage, **options: Any) -> Prompt:
         """The prompt of the conversation with these messages behind it."""
         self.messages += messages
-        tools = self.renderer.tool_format() if self.tools else None
+        tools = self.renderer.template.tool_format() if self.tools else None
         parts = []
         for message in self.messages:
             said = self.spoken.get(id(message))
@@ -89,7 +91,7 @@ class Talk:
         turns = (*prompt.turns, Turn("assistant", Span(start, start + len(content)), False))
         message = AIMessage(words)
         if self.tools:
-            said = self.renderer.tool_format().read(words)
+            said = self.renderer.template.tool_format().read(words)
             calls = [{"name": c.name, "args": c.args, "id": f"call0000{n}"} for n, c in enumerate(said.calls)]
             message = AIMessage(said.content, tool_calls=calls, response_metadata={"kv": {"words": words}})
         self.spoken[id(message)] = Spoken(f"kv{len(self.spoken)}", whole, turns)
@@ -188,7 +190,7 @@ def test_a_malformed_call_stays_in_the_history_as_it_was_said() -> None:
     talk.prompt(HumanMessage("Find x."))
     said = '<tool_call>\n{"name": "find", "arg'
     message = talk.answer(said)
-    broken = talk.renderer.tool_format().read(said).broken[0]
+    broken = talk.renderer.template.tool_format().read(said).broken[0]
     message.invalid_tool_calls = [{"name": broken.name, "args": broken.text, "id": "a", "error": broken.error}]
     prompt = talk.prompt(HumanMessage("That was no call."))
     assert said in prompt.text
@@ -280,7 +282,7 @@ def test_a_hint_is_taken_as_it_is() -> None:
 
 def test_an_answer_can_be_begun_and_goes_on_from_there() -> None:
     talk = Talk(templates.HERMES, tools=TOOLS)
-    opening = talk.renderer.tool_format().opening("find")
+    opening = talk.renderer.template.tool_format().opening("find")
     prompt = talk.prompt(HumanMessage("Find x."), opening=opening)
     assert prompt.text.endswith(opening)
     rest = ' {"word": "x"}}\n</tool_call>'

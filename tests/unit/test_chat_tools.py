@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from langchain_core.utils.json import parse_partial_json
 
-from aaflow_langgraph.chat.render import Renderer
+from aaflow_langgraph.chat.template import Template
 from aaflow_langgraph.chat.tools import (
     Call,
     HermesFormat,
@@ -19,7 +19,6 @@ from aaflow_langgraph.chat.tools import (
     ToolFormat,
     check_choice,
 )
-from aaflow_langgraph.engine.turns import ChatFrame
 from aaflow_langgraph.errors import ConfigError
 from tests import templates, tiny
 
@@ -28,10 +27,10 @@ ADD = Call("add", {"a": 1, "b": 2})
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in ("add", "find")]
 
 
-def renderer(template: str | None) -> Renderer:
+def loaded(template: str | None) -> Template:
     tokenizer = tiny.tokenizer(template)
     tokenizer.bos_token = "<|endoftext|>"
-    return Renderer(tokenizer, ChatFrame(tokenizer))
+    return Template(tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +130,7 @@ def test_an_opened_answer_goes_on_to_a_call(tools: ToolFormat) -> None:
     ],
 )
 def test_the_format_is_found_by_what_the_template_writes(template: str, kind: type[ToolFormat]) -> None:
-    assert isinstance(renderer(template).tool_format(), kind)
+    assert isinstance(loaded(template).tool_format(), kind)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +138,7 @@ def test_the_format_is_found_by_what_the_template_writes(template: str, kind: ty
     [(tiny.CHATML, "knows no tools"), (templates.UNKNOWN_CALLS, "not known here.*Hermes"), (None, "takes no tools")],
 )
 def test_a_template_without_tools_is_refused_and_says_so(template: str | None, reason: str) -> None:
-    asked = renderer(template)
+    asked = loaded(template)
     for _ in range(2):  # also when it was found out before
         with pytest.raises(ConfigError, match=reason):
             asked.tool_format()
