@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from aaflow_langgraph import KVBroker, KVCheckpointSaver, TransformersEngine
@@ -99,7 +100,9 @@ def photograph(page: Page, name: str, **options: Any) -> None:
     if WANTED:
         IMAGES.mkdir(exist_ok=True)
         page.wait_for_timeout(600)
-        page.screenshot(path=IMAGES / f"{name}.png", **options)
+        path = IMAGES / f"{name}.png"
+        page.screenshot(path=path, **options)
+        Image.open(path).convert("RGB").quantize(128).save(path, optimize=True)
 
 
 def node(page: Page, label: str) -> Any:
@@ -116,7 +119,7 @@ def test_a_look_at_an_app(played: tuple[KVBroker, KVCheckpointSaver], url: str, 
     page = open_page(url)
     stats = broker.stats()
     expect(page.locator("#state")).to_have_text("live")
-    expect(page.locator("#who")).to_contain_text(broker.namespace.model)
+    expect(page.locator("#who")).to_contain_text(broker.namespace.model.rpartition("/")[2])
     first = page.locator(".sum").first
     expect(first).to_contain_text(f"{stats.num_reused_tokens:,} of ")
     expect(page.locator("#graph .node")).to_have_count(len(broker.recipes()))
