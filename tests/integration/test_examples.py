@@ -72,7 +72,9 @@ def test_an_example_gives_the_same_tokens_both_ways_and_prefills_few_with_handle
         assert "Tokens computed again after the restart: 0" in out
 
 
-def test_one_other_token_fails_an_example(load: Callable[[str], ModuleType], capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_other_token_fails_an_example(
+    load: Callable[[str], ModuleType], capsys: pytest.CaptureFixture[str]
+) -> None:
     load("map_reduce")
     compared = sys.modules["compared"]
     usage = {"node": "n", "ttft_ms": 1.0, "num_context": 2, "num_reused": 0, "num_prefilled": 2}
@@ -81,7 +83,9 @@ def test_one_other_token_fails_an_example(load: Callable[[str], ModuleType], cap
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["answers_equal"] is False
 
 
-def test_a_model_that_is_not_there_is_one_line(load: Callable[[str], ModuleType], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_is_not_there_is_one_line(
+    load: Callable[[str], ModuleType], capsys: pytest.CaptureFixture[str]
+) -> None:
     example = load("map_reduce")
     sys.argv[-1] = "/no/such/model"
     assert start(example) == 2
