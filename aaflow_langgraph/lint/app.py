@@ -10,10 +10,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, get_type_hints
 
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import StateGraph
+from langgraph.graph.state import CompiledStateGraph
 from langgraph.pregel import Pregel
 
 from aaflow_langgraph.errors import ConfigError
@@ -82,20 +83,19 @@ def turns_of(graph: Pregel[Any, Any, Any, Any], inputs: Any) -> list[Any]:
 
 
 def _made_up(graph: Pregel[Any, Any, Any, Any]) -> list[Any]:
-    properties = graph.get_input_jsonschema().get("properties") or {}
+    """One input for each of two turns, from the types of the graph's input: text, numbers and messages."""
+    schema = graph.builder.input_schema if isinstance(graph, CompiledStateGraph) else type(None)
+    hints = get_type_hints(schema)
     turns = []
     for text in (QUESTION, GO_ON):
-        made: dict[str, Any] = {}
-        for key, schema in properties.items():
-            if key == "messages":
-                made[key] = [{"role": "user", "content": text}]
-            elif schema.get("type") in _DEFAULTS:
-                made[key] = _DEFAULTS[schema["type"]]
+        made: dict[str, Any] = {key: _DEFAULTS[kind] for key, kind in hints.items() if kind in _DEFAULTS}
+        if "messages" in hints:
+            made["messages"] = [{"role": "user", "content": text}]
         turns.append(made)
     return turns
 
 
-_DEFAULTS: dict[str, Any] = {"string": QUESTION, "integer": 1, "number": 1.0, "boolean": False}
+_DEFAULTS: dict[Any, Any] = {str: QUESTION, int: 1, float: 1.0, bool: False}
 
 
 def _from_file(path: Path) -> ModuleType:

@@ -57,6 +57,8 @@ class DryEngine(TransformersEngine):
         self.device = torch.device("cpu")
         self.frame = ChatFrame(tokenizer)  # a new one: frames are kept, and a template may put the date into them
         self.lean = None
+        self.folder = None
+        self.rotation = "nothing is computed here, so nothing can be moved"
         self.read_path = "dry"
         self._num_answers = 0
         thinks = _THINKS in str(tokenizer.chat_template)

@@ -11,12 +11,24 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 from langgraph.graph import START, MessagesState, StateGraph
+from typing_extensions import TypedDict
 
-from aaflow_langgraph import KVBroker, Sampling, cli, generate_node
+from aaflow_langgraph import (
+    KVBroker,
+    KVChannel,
+    KVCompose,
+    KVComposite,
+    KVHandle,
+    Sampling,
+    cli,
+    compose_node,
+    generate_node,
+    prefill_node,
+)
 from aaflow_langgraph.errors import ConfigError
 from aaflow_langgraph.explain import Cause
 from aaflow_langgraph.lint.app import GO_ON, QUESTION, load_app, runnable_graph, turns_of
@@ -53,6 +65,27 @@ def test_nothing_is_found_in_the_example_of_the_repository(open_one: Open, monke
     broker = open_one(planted.engine())
     graph = example.handle_graph(broker, lambda state: planted.DOCS + state["question"], deterministic=False)
     assert find_breaks(graph, [{"question": "Which city?"}, {"question": "Which river?"}]) == ()
+
+
+class Joining(TypedDict):
+    sources: Annotated[KVHandle | KVComposite, KVCompose]
+    context: Annotated[KVHandle, KVChannel]
+    answer: str
+
+
+@pytest.mark.parametrize("rung", ["auto", "legolink"])
+def test_nothing_is_found_where_handles_are_joined(rung: Any, open_one: Open) -> None:
+    broker = open_one(planted.engine())
+    few = Sampling(max_tokens=2)
+    builder = StateGraph(Joining)
+    for name in ("manual", "ticket"):
+        builder.add_node(name, prefill_node(broker, f"The {name} says: {planted.DOCS}", writes="sources"))
+        builder.add_edge(START, name)
+    builder.add_node("join", compose_node(broker, reads="sources", writes="context", rung=rung))
+    builder.add_node("answer", generate_node(broker, "Why?", reads="context", text_to="answer", sampling=few))
+    builder.add_edge(["manual", "ticket"], "join")
+    builder.add_edge("join", "answer")
+    assert find_breaks(builder) == ()
 
 
 def test_tools_bound_in_an_order_that_is_drawn_are_found_on_the_chat_model(open_one: Open) -> None:
