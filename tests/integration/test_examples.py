@@ -28,7 +28,7 @@ SHAPES = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.save(tmp_path_factory.mktemp("tiny"), max_position_embeddings=8192)
+    return tiny.save(tmp_path_factory.mktemp("tiny"), num_hidden_layers=2, max_position_embeddings=8192)
 
 
 @pytest.fixture
