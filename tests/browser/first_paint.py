@@ -67,6 +67,7 @@ def main() -> None:
         "name": "inspector first paint",
         "num_handles": NUM_HANDLES,
         "num_cpus": os.cpu_count(),
+        "load": round(os.getloadavg()[0], 1),
         "first_round": {"paint_s": round(first_paint_s, 3), "drawn_s": round(first_drawn_s, 3)},
         "paint_s": [round(paint_s, 3) for paint_s, _ in later],
         "drawn_s": [round(drawn_s, 3) for _, drawn_s in later],

@@ -34,7 +34,8 @@ NOTES = (
     "The museum ship lies in the harbour and is open from ten to six. The tram to the lighthouse leaves every half hour; the "
     "last one back goes at nine. Tickets for both are sold at the old fish market, and children ride free. "
 )
-RULES = "Guests sleep in cabins of two. Breakfast is at eight, and whoever is late gets porridge. Dogs are welcome on deck. "
+CABINS = "Guests sleep in cabins of two, each with a round window. Dogs are welcome on deck, cats below it, and parrots nowhere. "
+MEALS = "Breakfast is at eight, and whoever is late gets porridge. Dinner is soup on weekdays and fish on Sundays. "
 SHORT = Sampling(max_tokens=24)
 
 
@@ -91,10 +92,11 @@ def _play(broker: KVBroker, saver: KVCheckpointSaver) -> None:
         ("trip to Oslo", "And when it rains?"),
     ):
         graph.invoke({"question": question}, {"configurable": {"thread_id": name}})
-    notes = broker.prefill(NOTES, label="notes").handle
-    rules = broker.prefill(RULES, label="rules").handle
+    with origin(node="fetch", thread="house rules"):
+        cabins = broker.prefill(CABINS, label="cabins").handle
+        meals = broker.prefill(MEALS, label="meals").handle
     with origin(node="join", thread="house rules"):
-        joined = broker.compose([notes, rules], rung="legolink", label="notes + rules").handle
+        joined = broker.compose([cabins, meals], rung="legolink", label="cabins + meals").handle
     with origin(node="answer", thread="house rules"):
         broker.generate("When is breakfast?", parent=joined, sampling=SHORT, label="answer")
     for minute in (4, 7):

@@ -99,6 +99,8 @@ def url(played: tuple[KVBroker, KVCheckpointSaver]) -> Iterator[str]:
 def photograph(page: Page, name: str, **options: Any) -> None:
     if WANTED:
         IMAGES.mkdir(exist_ok=True)
+        if not options:
+            page.evaluate("scrollTo(0, 0)")
         page.wait_for_timeout(600)
         path = IMAGES / f"{name}.png"
         page.screenshot(path=path, **options)
@@ -176,8 +178,8 @@ def test_a_miss_and_a_compose_say_how_it_came(url: str, open_page: Callable[...,
     expect(detail.locator("h2")).to_contain_text("Why request")
     expect(detail).to_contain_text("timestamp or id early in the prompt")
     expect(detail.locator(".said ins").first).not_to_be_empty()
-    photograph(page, "inspector-miss")
-    node(page, "notes + rules").click()
+    photograph(page, "inspector-miss", full_page=False)
+    node(page, "cabins + meals").click()
     expect(detail).to_contain_text("approximate")
     expect(detail).to_contain_text("Compose report")
     expect(detail).to_contain_text("legolink predicted")
