@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from aaflow_langgraph.engine.sampling import Sampling as Sampling
     from aaflow_langgraph.engine.transformers import TransformersEngine as TransformersEngine
     from aaflow_langgraph.errors import AAFlowError as AAFlowError
+    from aaflow_langgraph.explain.miss import explain_miss as explain_miss
     from aaflow_langgraph.graph.channels import KVBranches as KVBranches
     from aaflow_langgraph.graph.channels import KVChannel as KVChannel
     from aaflow_langgraph.graph.compose_channel import KVCompose as KVCompose
@@ -46,6 +47,7 @@ _HOMES = {
     "TransformersEngine": "engine.transformers",
     "Usage": "results",
     "compose_node": "graph.compose_node",
+    "explain_miss": "explain.miss",
     "generate_node": "graph.nodes",
     "kv_state": "graph.lineages",
     "prefill_node": "graph.nodes",

@@ -251,9 +251,13 @@ def stamps_its_questions(open_one: Open) -> App:
     return App(builder.compile(), (broker,))
 
 
-def speaks(open_one: Open, write: Callable[[AIMessage], Any] = lambda message: message) -> App:
+def speaks(
+    open_one: Open,
+    write: Callable[[AIMessage], Any] = lambda message: message,
+    made: Callable[[], TransformersEngine] = lambda: merging(),
+) -> App:
     """A message app on the chat model, with tokens of several bytes: it appends token ids, whatever the text says."""
-    model = KVChatModel(open_one(merging()), max_tokens=32)
+    model = KVChatModel(open_one(made()), max_tokens=32)
 
     def node(state: MessagesState) -> dict[str, Any]:
         answer = write(model.invoke([SystemMessage(SYSTEM), *state["messages"]]))

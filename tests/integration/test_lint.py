@@ -99,6 +99,22 @@ def test_tools_bound_in_an_order_that_is_drawn_are_found_on_the_chat_model(open_
     assert (found.node, found.cause) == ("agent", "tools")
 
 
+def test_a_chat_template_that_tells_the_date_is_found(open_one: Open) -> None:
+    """Llama 3.1 and others write it into the system turn."""
+    dated = tiny.CHATML.replace(
+        "{% for message in messages %}",
+        "{{ '<|im_start|>system\nToday is ' + strftime_now('%d %b %Y') + '. ' + 'Be kind. ' * 4 + '<|im_end|>\n' }}"
+        "{% for message in messages %}",
+        1,
+    )
+    for app in (
+        planted.one_agent(open_one(planted.engine(dated)), lambda _: planted.SYSTEM),
+        planted.speaks(open_one, made=lambda: planted.engine(dated)),
+    ):
+        (found,) = find_breaks(app.graph)
+        assert (found.node, found.cause) == ("agent", "volatile")
+
+
 def test_reasoning_that_the_template_drops_is_found_without_a_word_of_the_app(open_one: Open) -> None:
     """The stand-in for a model thinks where the template knows what thinking is."""
     app = planted.uses_tools(open_one, template=templates.THINKING)

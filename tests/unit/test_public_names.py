@@ -25,6 +25,7 @@ PUBLIC = [
     "TransformersEngine",
     "Usage",
     "compose_node",
+    "explain_miss",
     "generate_node",
     "kv_state",
     "prefill_node",
