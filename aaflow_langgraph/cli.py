@@ -50,8 +50,9 @@ def _parser() -> argparse.ArgumentParser:
     share = bench.add_parser("share", help="what several processes of one host pay for one context")
     agents = bench.add_parser("agents", help="N agents on one context: handles against text passing and copied caches")
     resume = bench.add_parser("resume", help="what a restart costs a thread whose KV was kept beside its checkpoints")
+    compose = bench.add_parser("compose", help="joining documents: what every rung costs and does to the answer")
     saver = bench.add_parser("saver", help="what the checkpointer costs beside the saver that it wraps")
-    for command in (ttft, fork, step, share, agents, resume, saver):
+    for command in (ttft, fork, step, share, agents, resume, saver, compose):
         command.add_argument("--model", default=None, help="hub id or directory (default: the demo model)")
         command.add_argument("--dtype", default="auto", help="float32, bfloat16, float16 or auto (the checkpoint's)")
     for command in (ttft, fork, step):
@@ -74,6 +75,17 @@ def _parser() -> argparse.ArgumentParser:
     agents.add_argument("--slow-rounds", type=_count, default=1, help="rounds of every other side (default 1)")
     resume.add_argument("--context", type=_count, default=4096, help="kept tokens (default 4096, cut to the window)")
     resume.add_argument("--rounds", type=_count, default=5, help="restarts (default 5)")
+    compose.add_argument(
+        "--tokens", type=_count, default=4096, help="of the composite whose cost is measured (default 4096)"
+    )
+    compose.add_argument("--rounds", type=_rounds, default=5, help="of the cost, interleaved, at least 5 (default 5)")
+    compose.add_argument("--questions", type=_count, default=6, help="of the permutation workload (default 6)")
+    compose.add_argument("--orders", type=_count, default=10, help="of the documents of each question (default 10)")
+    compose.add_argument("--k", type=_tokens, default=[0, 4, 16, 64], help="comma-separated; default 0,4,16,64")
+    compose.add_argument(
+        "--r", type=_shares, default=[0.0, 0.05, 0.15, 0.3, 1.0], help="comma-separated; default 0,0.05,0.15,0.3,1"
+    )
+    compose.add_argument("--svg", default=None, metavar="PATH", help="draw the result there (needs matplotlib)")
     saver.add_argument("--threads", type=_count, default=1000, help="threads in the database (default 1000)")
     index.add_argument("--index", default=None, metavar="URL", help="default: a private server for this run")
     index.add_argument("--rounds", type=_rounds, default=500, help="interleaved rounds, at least 5 (default 500)")
@@ -285,6 +297,32 @@ def _bench_agents(arguments: argparse.Namespace, versions: dict[str, str]) -> in
     return 0
 
 
+def _bench_compose(arguments: argparse.Namespace, versions: dict[str, str]) -> int:
+    from aaflow_langgraph import assets
+    from aaflow_langgraph.bench import compose, compose_plot
+    from aaflow_langgraph.engine.transformers import TransformersEngine
+
+    picture = Path(arguments.svg) if arguments.svg else None
+    if picture:
+        compose_plot.check_plot(picture)
+    folder = assets.factbook()
+    engine = TransformersEngine.load(arguments.model or assets.demo_model(), dtype=arguments.dtype, device="cpu")
+    document, seen = compose.run(
+        engine,
+        folder,
+        tokens=arguments.tokens,
+        rounds=arguments.rounds,
+        questions=arguments.questions,
+        orders=arguments.orders,
+        ks=arguments.k,
+        rs=arguments.r,
+    )
+    if picture:
+        compose_plot.draw(document, seen, picture)
+    compose.report(document, engine, versions)
+    return 0
+
+
 def _bench(arguments: argparse.Namespace) -> int:
     if arguments.bench == "evict":  # needs no model
         return _bench_evict(arguments)
@@ -312,6 +350,8 @@ def _bench(arguments: argparse.Namespace) -> int:
     }
     if arguments.bench == "agents":
         return _bench_agents(arguments, versions)
+    if arguments.bench == "compose":
+        return _bench_compose(arguments, versions)
     if arguments.bench == "resume":
         source = str(arguments.model or demo_model())
         resume.report(resume.run(source, arguments.dtype, arguments.context, arguments.rounds, arguments.directory))
@@ -339,6 +379,22 @@ def _count(text: str) -> int:
 
 def _counts(text: str) -> list[int]:
     return [_count(part.strip()) for part in text.split(",")]
+
+
+def _tokens(text: str) -> list[int]:
+    if not all(part.strip().isdecimal() for part in text.split(",")):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers of tokens, like 0,16")
+    return [int(part) for part in text.split(",")]
+
+
+def _shares(text: str) -> list[float]:
+    try:
+        shares = [float(part) for part in text.split(",")]
+    except ValueError:
+        shares = [-1.0]
+    if not all(0 <= share <= 1 for share in shares):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of shares between 0 and 1, like 0.05,0.15")
+    return shares
 
 
 def _named(text: str) -> str:
