@@ -8,8 +8,8 @@ Two questions, on documents of the country factbook:
   read where it lies on every rung but dense. ``cost_of_dense`` is the median of the rounds' ratios.
 * **Quality.** The permutation workload (permutations.py): what is behind the question, against dense.
 
-``correlation`` is Spearman's between a composite's mean deviation at the check layer and its KL, over all approximate
-composites, and within each rung over the composites it made: the second is what a threshold on deviation relies on.
+``correlation`` is Spearman's between a composite's mean deviation at the check layer and how far it is from dense, over all
+approximate composites, and within each rung over those that it made: the second is what a threshold on deviation relies on.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def run(
 def rows_of(seen: Sequence[Seen]) -> list[Row]:
     """One row per rung, in the order they were first seen; dense and no context in front."""
     rungs = sorted(dict.fromkeys(one.rung for one in seen), key=lambda rung: rung not in (DENSE, NO_CONTEXT))
-    dense = {(one.question, one.order): one.nll for one in seen if one.rung == DENSE}
+    dense = _dense_nll(seen)
     return [_row(rung, [one for one in seen if one.rung == rung], dense) for rung in rungs]
 
 
@@ -220,22 +220,36 @@ def _rounded(middle: Callable[[Sequence[float]], float], values: Sequence[float]
     return round(float(middle(values)), 5) if values else None
 
 
-def correlations(seen: Sequence[Seen]) -> dict[str, float | None]:
-    """Spearman's rank correlation of mean deviation and KL: over all composites, and within every rung."""
+def correlations(seen: Sequence[Seen]) -> dict[str, dict[str, float | None]]:
+    """Spearman's rank correlation of mean deviation with KL and with the likelihood that is lost, over all composites and
+    within every rung.
+    """
+    dense = _dense_nll(seen)
     measured = [one for one in seen if one.deviation is not None]
-    found = {"all": _spearman(measured)}
-    for rung in dict.fromkeys(one.rung for one in measured):
-        found[str(rung)] = _spearman([one for one in measured if one.rung == rung])
-    return found
+    groups = {"all": measured}
+    for one in measured:
+        groups.setdefault(str(one.rung), []).append(one)
+    measures: dict[str, Callable[[Seen], float]] = {
+        "kl": lambda one: one.kl,
+        "nll_excess": lambda one: one.nll - dense[one.question, one.order],
+    }
+    return {
+        name: {
+            group: _spearman([(one.deviation or 0.0, of(one)) for one in members]) for group, members in groups.items()
+        }
+        for name, of in measures.items()
+    }
 
 
-def _spearman(seen: Sequence[Seen]) -> float | None:
-    if len(seen) < 3:
+def _dense_nll(seen: Sequence[Seen]) -> dict[tuple[int, int], float]:
+    return {(one.question, one.order): one.nll for one in seen if one.rung == DENSE}
+
+
+def _spearman(pairs: Sequence[tuple[float, float]]) -> float | None:
+    if len(pairs) < 3:
         return None
-    pairs = torch.tensor([[one.deviation or 0.0, one.kl] for one in seen], dtype=torch.float64)
-    ranks = pairs.argsort(stable=True, dim=0).argsort(dim=0).double()
-    found = float(torch.corrcoef(ranks.T)[0, 1])
-    return None if math.isnan(found) else round(found, 3)
+    ranks = torch.tensor(pairs, dtype=torch.float64).argsort(stable=True, dim=0).argsort(dim=0).double()
+    return round(float(torch.corrcoef(ranks.T)[0, 1]), 3)
 
 
 def report(document: dict[str, Any], engine: TransformersEngine, versions: dict[str, str]) -> None:
@@ -267,7 +281,13 @@ def report(document: dict[str, Any], engine: TransformersEngine, versions: dict[
         )
         table.add_row(name, str(row["composites"]), *("-" if cell is None else f"{cell:.3f}" for cell in cells))
     console.print(table)
-    told = ", ".join(f"{name} {value}" for name, value in document["correlation"].items())
-    console.print(f"{model.model}. Rank correlation of deviation and KL: {told}", highlight=False)
+    table = Table(title="rank correlation of a composite's mean deviation with")
+    for name in ("composites of", "KL", "NLL over dense"):
+        table.add_column(name, justify="left" if name == "composites of" else "right")
+    found = document["correlation"]
+    for group in found["kl"]:
+        both = (found[measure][group] for measure in ("kl", "nll_excess"))
+        table.add_row(group, *("-" if value is None else f"{value:.2f}" for value in both))
+    console.print(table)
     facts = {"model": model.model, "dtype": model.dtype, "read_path": engine.read_path, "versions": versions}
     sys.stdout.write(json.dumps(document | facts) + "\n")

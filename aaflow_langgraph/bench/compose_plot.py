@@ -7,11 +7,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from aaflow_langgraph.bench.permutations import Seen
+from aaflow_langgraph.bench.permutations import DENSE, Seen
 from aaflow_langgraph.errors import ConfigError
 
-_FLOOR = 1e-5
-_COLOURS = {"legolink": "#c05621", "blend": "#2b6cb0", "suffix": "#2f855a"}
+_COLOURS = {"legolink": "#c05621", "blend": "#2b6cb0"}
 
 
 def check_plot(path: Path) -> None:
@@ -31,28 +30,33 @@ def draw(document: dict[str, Any], seen: Sequence[Seen], path: Path) -> None:
     import matplotlib
     from matplotlib.figure import Figure
 
+    dense = {(one.question, one.order): one.nll for one in seen if one.rung == DENSE}
     with matplotlib.rc_context({"svg.hashsalt": "compose", "font.size": 9, "svg.fonttype": "none"}):
-        figure = Figure(figsize=(9, 3.8), layout="constrained")
-        left, right = figure.subplots(1, 2)
-        for name in ("legolink", "blend"):
+        figure = Figure(figsize=(11, 3.6), layout="constrained")
+        panels = figure.subplots(1, 3)
+        for name, colour in _COLOURS.items():
             rows = [row for row in document["rows"] if row["rung"] == name]
-            costs, kls = [row["cost_of_dense"] for row in rows], [max(_FLOOR, row["kl"]) for row in rows]
-            left.plot(costs, kls, "o-", color=_COLOURS[name], label=f"{name}-{'k' if name == 'legolink' else 'r'}")
-            for row, cost, kl in zip(rows, costs, kls, strict=True):
-                text = f"{row['k'] if row['k'] is not None else row['r']:g}"
-                left.annotate(text, (cost, kl), xytext=(4, 4), textcoords="offset points", color=_COLOURS[name])
+            costs = [row["cost_of_dense"] for row in rows]
+            letter = "k" if name == "legolink" else "r"
+            for axes, key in zip(panels[:2], ("kl", "nll_excess"), strict=True):
+                axes.plot(costs, [row[key] for row in rows], "o-", color=colour, label=f"{name}, by {letter}")
+                for row, cost in zip(rows, costs, strict=True):
+                    axes.annotate(
+                        f"{row[letter]:g}", (cost, row[key]), xytext=(4, 4), textcoords="offset points", color=colour
+                    )
             points = [one for one in seen if one.rung.name == name and one.deviation is not None]
-            right.plot(
+            panels[2].plot(
                 [one.deviation for one in points],
-                [max(_FLOOR, one.kl) for one in points],
+                [one.nll - dense[one.question, one.order] for one in points],
                 ".",
-                color=_COLOURS[name],
+                color=colour,
                 label=name,
-                alpha=0.5,
+                alpha=0.4,
             )
-        left.set(xlabel="CPU seconds, share of dense", ylabel="KL to dense, nats (mean)", yscale="log")
-        right.set(xlabel="mean deviation at the check layer", ylabel="KL to dense, nats", yscale="log")
-        for axes in (left, right):
+        panels[0].set(xlabel="CPU seconds, share of dense", ylabel="KL of the first token to dense, nats")
+        panels[1].set(xlabel="CPU seconds, share of dense", ylabel="NLL of dense's answer, over dense's own")
+        panels[2].set(xlabel="mean deviation at the check layer", ylabel="the same, every composite")
+        for axes in panels:
             axes.legend(frameon=False)
             axes.grid(visible=True, alpha=0.2)
         figure.savefig(path, format="svg", metadata={"Date": None})

@@ -12,7 +12,7 @@ import pytest
 from aaflow_langgraph import assets
 from aaflow_langgraph.bench import questions
 from aaflow_langgraph.bench.compose import correlations
-from aaflow_langgraph.bench.permutations import Rung, Seen, orders_of
+from aaflow_langgraph.bench.permutations import DENSE, Rung, Seen, orders_of
 from aaflow_langgraph.cli import main
 from tests import tiny
 
@@ -85,7 +85,7 @@ def test_every_rung_has_a_row_and_those_that_recompute_everything_say_what_dense
         assert rows[name]["cost_of_dense"] > 0
         assert 0 <= rows[name]["accuracy"] <= 1
     assert rows["no context"]["kl"] is None
-    assert set(document["correlation"]) == {"all", *loose}
+    assert set(document["correlation"]["kl"]) == set(document["correlation"]["nll_excess"]) == {"all", *loose}
 
     costs = {cost["leg"]: cost for cost in document["cost"]}
     assert {name: cost["recomputed"] for name, cost in costs.items()} == {
@@ -118,11 +118,17 @@ def test_orders_are_different_ones_the_same_every_time() -> None:
 
 def test_deviation_that_ranks_as_kl_does_correlates_with_it_by_one() -> None:
     rung = Rung("legolink", k=4)
+    found = [(0.1, 1e-4, 0.9), (0.3, 2.0, 0.2), (0.2, 1e-3, 0.5)]
     seen = [
-        Seen(rung, 0, at, 1.0, 1.0, kl, True, 0.0, deviation, deviation, None)
-        for at, (deviation, kl) in enumerate([(0.1, 1e-4), (0.3, 2.0), (0.2, 1e-3)])
+        one
+        for at, (deviation, kl, nll) in enumerate(found)
+        for one in (
+            Seen(DENSE, 0, at, 1.0, 1.0, 0.0, True, 0.1, None, None, None),
+            Seen(rung, 0, at, 1.0, 1.0, kl, True, nll, deviation, deviation, None),
+        )
     ]
-    assert correlations(seen) == {"all": 1.0, "legolink k=4": 1.0}
+    assert correlations(seen)["kl"] == {"all": 1.0, "legolink k=4": 1.0}
+    assert correlations(seen)["nll_excess"]["all"] == -1.0
 
 
 @pytest.mark.parametrize(
