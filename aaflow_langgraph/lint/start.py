@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import logging
 import sys
 import traceback
 from pathlib import Path
@@ -38,6 +39,8 @@ def main() -> int:
     parser.add_argument("--input", type=json.loads, default=None)
     parser.add_argument("--answer", action="append", default=[])
     arguments = parser.parse_args()
+    # It warns of types in checkpoints; those of a look are read back by the process that wrote them.
+    logging.getLogger("langgraph.checkpoint.serde.jsonplus").setLevel(logging.ERROR)
     try:
         with contextlib.redirect_stdout(sys.stderr):
             rendered = _started(arguments)
