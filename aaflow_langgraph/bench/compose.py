@@ -41,6 +41,7 @@ _NUM_LONG = 4
 _LEGS: tuple[tuple[str, Rung, float | None], ...] = (
     ("re-rotation alone", Rung("legolink", k=0), 0.03),
     ("legolink k=16", Rung("legolink", k=16), 0.10),
+    ("legolink k=64", Rung("legolink", k=64), None),
     ("blend r=0.15", Rung("blend", r=0.15), 0.25),
     ("blend r=1", Rung("blend", r=1.0), 1.1),
     ("suffix", Rung("suffix"), None),

@@ -94,6 +94,7 @@ def test_every_rung_has_a_row_and_those_that_recompute_everything_say_what_dense
         "blend r=1": 768,
         "blend r=0.15": 116,
         "legolink k=16": 48,
+        "legolink k=64": 192,
         "re-rotation alone": 0,
         "re-rotation, nothing measured": 0,
     }
