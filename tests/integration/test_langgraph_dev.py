@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
+import httpx
 import pytest
 from langgraph_sdk.client import SyncLangGraphClient
 from langgraph_sdk.errors import NotFoundError
@@ -47,10 +48,11 @@ from langgraph.graph import START, StateGraph
 from langgraph.types import interrupt
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse
-from starlette.routing import Route
+from starlette.routing import Mount, Route
 from typing_extensions import TypedDict
 
 from aaflow_langgraph import KVChannel, KVCheckpointSaver, KVHandle, Sampling, generate_node, prefill_node
+from aaflow_langgraph.studio import inspector_app
 from kv import broker, savers
 
 
@@ -106,7 +108,8 @@ async def counters(request):
     return JSONResponse(asdict(broker.stats()) | beside)
 
 
-app = Starlette(routes=[Route("/kv", counters)])
+inspector = inspector_app(broker, "checkpoints", prefix="")
+app = Starlette(routes=[Route("/kv", counters), Mount("/inspector", inspector)])
 """,
 }
 
@@ -300,6 +303,24 @@ def test_a_run_that_is_rolled_back_leaves_the_thread_as_it_was(client: SyncLangG
     client.runs.cancel(thread, run["run_id"], wait=True, action="rollback")
     until(lambda: client.threads.get_state(thread)["values"] == first, "the run's checkpoints are deleted")
     assert ask(client, thread, "What has Iceland?", place="Iceland") == first
+
+
+def test_the_inspector_shows_a_run_and_refuses_other_pages_whose_origin_the_server_allows(
+    dev: DevServer, client: SyncLangGraphClient
+) -> None:
+    def asked(name: str, **parameters: str) -> Any:
+        return httpx.get(f"{dev.url}/inspector/api/{name}", params=parameters).raise_for_status().json()
+
+    thread = new_thread(client)
+    done = ask(client, thread, "What has Denmark?", place="Denmark")
+    assert "KV inspector" in httpx.get(f"{dev.url}/inspector/").text
+    nodes = {node["kv_id"]: node for node in asked("graph", thread=thread)["nodes"]}
+    assert nodes[done["chat"]["kv_id"]]["above"] == done["docs"]["kv_id"]
+    assert nodes[done["chat"]["kv_id"]]["node"] == "answer"
+    newest, *_ = asked("thread", id=thread)["checkpoints"]
+    assert {handle["kv_id"] for handle in newest["handles"]} == {done[key]["kv_id"] for key in ("docs", "chat")}
+    elsewhere = httpx.get(f"{dev.url}/inspector/api/overview", headers={"Origin": "https://example.org"})
+    assert elsewhere.status_code == 403
 
 
 def test_a_restarted_server_prefills_nothing_again_and_keeps_no_byte_of_deleted_threads(
