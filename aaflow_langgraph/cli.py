@@ -51,8 +51,9 @@ def _parser() -> argparse.ArgumentParser:
     agents = bench.add_parser("agents", help="N agents on one context: handles against text passing and copied caches")
     resume = bench.add_parser("resume", help="what a restart costs a thread whose KV was kept beside its checkpoints")
     compose = bench.add_parser("compose", help="joining documents: what every rung costs and does to the answer")
+    shapes = bench.add_parser("shapes", help="how much of what six kinds of message applications could reuse is reused")
     saver = bench.add_parser("saver", help="what the checkpointer costs beside the saver that it wraps")
-    for command in (ttft, fork, step, share, agents, resume, saver, compose):
+    for command in (ttft, fork, step, share, agents, resume, saver, compose, shapes):
         command.add_argument("--model", default=None, help="hub id or directory (default: the demo model)")
         command.add_argument("--dtype", default="auto", help="float32, bfloat16, float16 or auto (the checkpoint's)")
     for command in (ttft, fork, step):
@@ -75,6 +76,8 @@ def _parser() -> argparse.ArgumentParser:
     agents.add_argument("--slow-rounds", type=_count, default=1, help="rounds of every other side (default 1)")
     resume.add_argument("--context", type=_count, default=4096, help="kept tokens (default 4096, cut to the window)")
     resume.add_argument("--rounds", type=_count, default=5, help="restarts (default 5)")
+    shapes.add_argument("--turns", type=_count, default=10, help="of every application (default 10)")
+    shapes.add_argument("--output", type=_count, default=8, help="most tokens of an answer (default 8)")
     compose.add_argument(
         "--tokens", type=_count, default=4096, help="of the composite whose cost is measured (default 4096)"
     )
@@ -336,12 +339,16 @@ def _bench(arguments: argparse.Namespace) -> int:
     import transformers
 
     from aaflow_langgraph.assets import demo_model
-    from aaflow_langgraph.bench import fork, resume, saver, share, step, ttft
+    from aaflow_langgraph.bench import fork, resume, saver, shapes, share, step, ttft
     from aaflow_langgraph.engine.transformers import TransformersEngine
 
     if arguments.bench == "share":  # its processes load the model
         source = str(arguments.model or demo_model())
         share.report(share.run(source, arguments.dtype, arguments.workers, arguments.context, arguments.rounds))
+        return 0
+    if arguments.bench == "shapes":
+        source = str(arguments.model or demo_model())
+        shapes.report(shapes.run(source, arguments.dtype, arguments.turns, arguments.output))
         return 0
     versions = {
         "aaflow-langgraph": version("aaflow-langgraph"),

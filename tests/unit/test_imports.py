@@ -47,6 +47,7 @@ ROWS: tuple[frozenset[str], ...] = (
 NEIGHBOURS = frozenset(
     {
         ("handle", "model"),
+        ("bench", "chat"),
         ("hashing", "model"),
         ("hashing", "handle"),
         ("composite", "handle"),
