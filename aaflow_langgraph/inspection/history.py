@@ -76,7 +76,8 @@ def history_table(checkpoints: Sequence[SeenCheckpoint]) -> Table:
         shown = [*_named(one.handles, ""), *_named(one.pending, "pending ")] or [("", Text(""), "")]
         for number, (name, tensors, tokens) in enumerate(shown):
             checkpoint, by, step, private, shared = first if number == 0 else [""] * 5
-            table.add_row(checkpoint, by, name, tensors, step, tokens, private, shared)
+            # Names from outside are not markup.
+            table.add_row(Text(checkpoint), Text(by), Text(name), tensors, step, tokens, private, shared)
     return table
 
 

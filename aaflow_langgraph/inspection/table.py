@@ -39,9 +39,9 @@ def tables(seen: Sequence[Seen]) -> RenderableType:
             for owner in one["owners"]:
                 left_s = owner["lease_left_s"]
                 owners.add_row(
-                    printable(owner["owner"][:12]),
+                    Text(printable(owner["owner"][:12])),
                     Text(owner["condition"], style=_STYLES[owner["condition"]]),
-                    printable(" ".join(str(part) for part in (owner["pid"], owner["process"]) if part)),
+                    Text(printable(" ".join(str(part) for part in (owner["pid"], owner["process"]) if part))),
                     "none" if left_s is None else f"{left_s:.1f} s",
                     f"{owner['num_extents']:,}",
                     size(owner["used_bytes"]) if owner["capacity_bytes"] else "",

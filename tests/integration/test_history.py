@@ -285,3 +285,21 @@ def test_people_get_a_table(
     out = capsys.readouterr().out
     assert "answer" in out
     assert "on disk, durable" in out
+
+
+def test_a_name_that_looks_like_markup_is_shown_as_it_is(
+    broker: KVBroker, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(os.environ, "COLUMNS", "200")
+
+    def read(_: Talk) -> dict[str, Any]:
+        return {"heard": broker.prefill("a [/] b", label="[/red] docs [bold]").handle}
+
+    builder = StateGraph(Talk).add_node("re[/x]ad", read).add_edge(START, "re[/x]ad")
+    with KVCheckpointSaver.local(tmp_path / "kept", broker) as saver:
+        builder.compile(checkpointer=saver).invoke({}, THREAD)
+    capsys.readouterr()
+    assert main(["history", "talk", "--checkpoints", str(tmp_path / "kept")]) == 0
+    out = capsys.readouterr().out
+    assert "re[/x]ad" in out
+    assert "[/red] docs [bold]" in out
