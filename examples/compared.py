@@ -27,7 +27,16 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from aaflow_langgraph import AAFlowError, KVBroker, Sampling, TransformersEngine, assets, generate_node, prefill_node
+from aaflow_langgraph import (
+    AAFlowError,
+    KVBroker,
+    KVChatModel,
+    Sampling,
+    TransformersEngine,
+    assets,
+    generate_node,
+    prefill_node,
+)
 
 POOL_BYTES = 256 << 20
 
@@ -73,6 +82,39 @@ def main(example: str, about: str, build: Callable[[KVBroker], Any], given: Any,
         return runs[0], runs[1]
 
     return command(example, about, both, shown)
+
+
+def chat_main(example: str, about: str, build: Callable[[KVChatModel], Any], questions: Sequence[str]) -> int:
+    """The same for an application of messages: ask it ``questions``, one a turn, in one thread; compare all its conversations."""
+
+    def both(engine: TransformersEngine) -> tuple[Run, Run]:
+        runs = []
+        for kv in (True, False):
+            with KVBroker.open(engine, pool_bytes=POOL_BYTES, kv=kv) as broker:
+                runs.append(converse(build(KVChatModel(broker, max_tokens=32)), broker, questions))
+        return runs[0], runs[1]
+
+    return command(example, about, both, ["answers"])
+
+
+def converse(graph: Any, broker: KVBroker, questions: Sequence[str]) -> Run:
+    """Ask ``graph`` one question a turn. What its models said and read is in the broker's journal."""
+    answers = []
+    for question in questions:
+        state = graph.invoke({"messages": [("user", question)]}, {"configurable": {"thread_id": "1"}})
+        answers.append(state["messages"][-1].text.strip())
+    entries = broker.journal.entries()
+    usages = [
+        {
+            "node": entry.node,
+            "num_context": entry.num_context,
+            "num_reused": entry.num_reused,
+            "num_prefilled": entry.num_context - entry.num_reused,
+            "ttft_ms": entry.ttft_s * 1000,
+        }
+        for entry in entries
+    ]
+    return Run({"answers": answers, "conversations": [entry.kv_id for entry in entries]}, usages)
 
 
 def command(

@@ -23,6 +23,8 @@ SHAPES = {
     "agentic_rag": 5,
     "hierarchical_teams": 4,
     "resume_after_restart": 70,
+    "existing_app_swap": 6,
+    "supervisor": 2,
 }
 
 
