@@ -230,7 +230,7 @@ function choose(tab) {
 function head() {
   const { kind, model, dtype, device, namespace, state, metadata_only, looks_at, kv } = overview;
   show(at("who"), kind === "broker"
-    ? [h("b", { title: model }, h("bdi", {}, clean(model.split("/").filter(Boolean).pop() ?? model, 60))), ` ${clean(dtype, 20)} on ${clean(device, 20)}, `, h("code", { title: namespace }, namespace.slice(0, 12))]
+    ? [h("b", { title: model }, h("bdi", {}, clean(model.startsWith("/") ? model.split("/").pop() : model, 60))), ` ${clean(dtype, 20)} on ${clean(device, 20)}, `, h("code", { title: namespace }, namespace.slice(0, 12))]
     : ["seen from outside: ", Object.entries(looks_at).filter(([, place]) => place).map(([what, place]) => `${what} ${clean(place, 120)}`).join(", ")],
   " ", metadata_only ? h("span", { class: "badge strong" }, "metadata only") : null, kv === false ? h("span", { class: "badge strong" }, "kv=False: text is passed") : null);
   at("state").textContent = paused ? "paused" : { open: "live", closed: "broker closed", unreachable: "out of reach" }[state];
