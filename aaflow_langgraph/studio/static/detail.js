@@ -4,7 +4,12 @@ import { at, h, show } from "./dom.js";
 import { bytes, clean, clock, count, named, percent, seconds, short } from "./format.js";
 import { bar, chip, empty, facts, sign, tokensBar, whereBar } from "./parts.js";
 
-const place = () => at("detail");
+/** The panel; in a narrow window it makes room while the other handle is being chosen. */
+function place(comparing = false) {
+  at("detail").classList.toggle("comparing", comparing);
+  return at("detail");
+}
+
 const title = (words, act, ...under) => h("header", {},
   h("div", {}, h("h2", {}, words), under),
   h("button", { type: "button", class: "close", "aria-label": "Close details", "data-key": "close", onclick: act.close }, "×"));
@@ -22,7 +27,7 @@ export function problem(words, act) {
 export function drawHandle(one, act) {
   place().classList.remove("idle");
   const all = one.num_tokens || 1;
-  show(place(), title(h("bdi", {}, named(one)), act, badges(one)),
+  show(place(act.comparing), title(h("bdi", {}, named(one)), act, badges(one)),
     h("p", { class: "id" }, h("code", {}, one.kv_id)),
     h("div", { class: "buttons" },
       h("button", { type: "button", "data-key": "compare", "aria-pressed": String(act.comparing), onclick: () => act.compare(one.kv_id) }, act.comparing ? "now choose the other one" : "Compare with…"),
