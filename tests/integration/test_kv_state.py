@@ -16,7 +16,7 @@ from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, Remove
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import START, MessagesState, StateGraph
 from langgraph.graph.message import REMOVE_ALL_MESSAGES
-from langgraph.types import Command, Overwrite, RetryPolicy, Send
+from langgraph.types import Command, Overwrite, RetryPolicy, Send, interrupt
 from pydantic import BaseModel
 from typing_extensions import TypedDict
 
@@ -297,6 +297,56 @@ def test_worker_replies_without_ids_are_not_prefilled_again_in_a_later_process(
         shares[state] = num_reused / num_context
     assert shares[MessagesState] == 0, "nothing in this state names what was said"
     assert shares[KVMessagesState] > 0.7
+
+
+class Asked(KVMessagesState):
+    notes: Annotated[list[str], operator.add]
+
+
+class Payload(TypedDict):
+    said: list[str]
+    topic: str
+
+
+def test_siblings_that_were_interrupted_go_on_in_a_later_process_behind_what_all_of_them_read(
+    open_broker: Callable[..., KVBroker], tmp_path: Path
+) -> None:
+    """A ``Send`` carries texts, no cache and no id; ids are in the state, and so the KV is there on resume."""
+
+    def graph_of(broker: KVBroker, saver: Any) -> Any:
+        model = KVChatModel(broker, max_tokens=4)
+
+        def read(state: Asked) -> dict[str, Any]:
+            return {"messages": [HumanMessage(model.invoke([SYSTEM, *state["messages"]]).text, name="reader")]}
+
+        def study(state: Payload) -> dict[str, Any]:
+            asked = [*map(HumanMessage, state["said"]), HumanMessage(state["topic"])]
+            answer = model.invoke([SYSTEM, *asked])
+            return {"notes": [f"{interrupt(state['topic'])} {answer.response_metadata['kv']['kv_id']}"]}
+
+        def fan_out(state: Asked) -> list[Send]:
+            said = [message.text for message in state["messages"][:1]]
+            return [Send("study", {"said": said, "topic": topic}) for topic in ("money", "weather")]
+
+        builder = StateGraph(Asked).add_node("read", read).add_node("study", study, input_schema=Payload)
+        builder.add_edge(START, "read").add_conditional_edges("read", fan_out, ["study"])
+        return builder.compile(saver)
+
+    first = open_broker()
+    with KVCheckpointSaver.local(tmp_path, first) as saver:
+        graph_of(first, saver).invoke({"messages": [HumanMessage("Count the boats in the harbour.")]}, thread())
+    spoken = {entry.kv_id: entry.num_context for entry in first.journal.entries() if entry.node == "study"}
+    first.close()
+    later = open_broker()
+    with KVCheckpointSaver.local(tmp_path, later) as saver:
+        graph = graph_of(later, saver)
+        asked = {one.id: f"yes to {one.value}" for one in graph.get_state(thread()).interrupts}
+        notes = graph.invoke(Command(resume=asked), thread())["notes"]
+    assert sorted(note.rpartition(" ")[2] for note in notes) == sorted(spoken), "the same tokens"
+    assert {note.rpartition(" ")[0] for note in notes} == {"yes to money", "yes to weather"}
+    entries = later.journal.entries()
+    assert [entry.node for entry in entries] == ["study", "study"]
+    assert all(entry.num_reused > len(SYSTEM.text) for entry in entries)
 
 
 def test_handles_edited_by_hand_are_hints_that_fit_nothing(broker: KVBroker, model: KVChatModel) -> None:
