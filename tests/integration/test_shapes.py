@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,39 @@ class _Leading(AgentState[Any]):
     """What ``create_supervisor`` expects of a state."""
 
     remaining_steps: int
+
+
+def lookup(word: str) -> str:
+    """Look a word up."""
+    return f"{word} is a boat"
+
+
+def test_a_template_that_drops_reasoning_is_reused_to_the_token_where_it_does(scripted: None) -> None:
+    """Two questions, each with a tool turn: reasoning stays until the next question, then the template leaves it out."""
+
+    def script(prompt: str) -> str:
+        if prompt.rpartition("<|im_start|>user")[2].startswith("\n<tool_response>"):
+            return "<think>It says so.</think>A boat."
+        return '<think>Look it up.</think><tool_call>\n{"name": "lookup", "arguments": {"word": "ferry"}}\n</tool_call>'
+
+    said = []
+    for kv in (True, False):
+        reasoning = TransformersEngine(tiny.model(), tiny.tokenizer(templates.THINKING), name="tiny-thinking")
+        with ScriptedBroker.open(reasoning, pool_bytes=POOL_BYTES) as broker:
+            assert isinstance(broker, ScriptedBroker)
+            broker.script = script
+            agent = create_agent(KVChatModel(broker, kv=kv), [lookup], checkpointer=InMemorySaver())
+            for question in ("What is a ferry? " * 20, "Once more?", "And again?"):
+                agent.invoke({"messages": [HumanMessage(question)]}, {"configurable": {"thread_id": "1"}})
+            entries = broker.journal.entries()
+            said.append([entry.kv_id for entry in entries])
+            if kv:
+                assert share_served(broker) == 1.0
+                for number, (before, now) in enumerate(pairwise(entries), start=1):
+                    # A tool's answer goes on from all that was said; a question parts from it where reasoning stood.
+                    assert (now.num_reused > before.num_context) is (number % 2 == 1)
+                    assert now.num_reused > len("What is a ferry? ") * 20
+    assert said[0] == said[1]
 
 
 def test_parallel_agents_never_see_each_others_tokens(engine: TransformersEngine) -> None:
