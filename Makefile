@@ -7,6 +7,8 @@ STAMP  := $(VENV)/.installed
 # OpenMP threads that spin while another process wants the core make a decode step up to 30 times slower.
 export OMP_WAIT_POLICY := PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Tests start some hundred processes; without bytecode each compiles the package again.
+unexport PYTHONDONTWRITEBYTECODE
 
 # Many tests wait for other processes. One file is one process's: its servers and models are started once.
 PARALLEL ?= -n 3 --dist loadfile --no-loadscope-reorder
