@@ -840,6 +840,9 @@ class KVBroker:
             num_fetches=store.counts.fetches,
             num_adoptions=store.counts.adoptions,
             num_index_outages=store.index.num_outages if isinstance(store.index, GuardedIndex) else 0,
+            num_batched_steps=self.engine.batcher.num_steps,
+            num_batched_forwards=self.engine.batcher.num_forwards,
+            num_repeated_steps=self.engine.batcher.num_repeated,
         )
 
     # ---------------------------------------------------------------- async twins

@@ -37,6 +37,13 @@ _STATS: dict[str, tuple[str, Literal["gauge", "counter"], str]] = {
     "num_fetches": ("fetches_total", "counter", "Extents read from disk."),
     "num_adoptions": ("adoptions_total", "counter", "Extents taken over from a process that is gone."),
     "num_index_outages": ("index_outages_total", "counter", "How often the index went away."),
+    "num_batched_steps": ("batched_steps_total", "counter", "Steps of requests that could share a forward."),
+    "num_batched_forwards": ("batched_forwards_total", "counter", "Forwards that these steps took."),
+    "num_repeated_steps": (
+        "repeated_steps_total",
+        "counter",
+        "Shared forwards that failed and were run again request by request.",
+    ),
 }
 
 

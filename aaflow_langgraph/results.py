@@ -227,3 +227,6 @@ class Stats:
     num_fetches: int
     num_adoptions: int
     num_index_outages: int
+    num_batched_steps: int
+    num_batched_forwards: int
+    num_repeated_steps: int
