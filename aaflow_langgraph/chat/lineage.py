@@ -28,10 +28,18 @@ class _Written(dict[str, KVHandle]):
     entry in ``stream_mode="updates"`` into a list.
     """
 
-    __slots__ = ("__weakref__",)
+    __slots__ = ("__weakref__", "read")
+
+    def __init__(self, read: Any) -> None:
+        super().__init__()
+        self.read = read
+
+    def __reduce__(self) -> tuple[type, tuple[dict[str, KVHandle]]]:
+        """Copies of it, by whoever streams it on, are plain dicts."""
+        return dict, (dict(self),)
 
 
-# As long as LangGraph keeps the write: a task that is retried has lost it, and begins anew.
+# By task, as long as LangGraph keeps the write: one that is retried has lost it, one that is resumed reads by another function.
 _written: WeakValueDictionary[str, _Written] = WeakValueDictionary()
 _lock = threading.Lock()
 
@@ -50,6 +58,7 @@ class Lineage:
     own: tuple[str, ...]
     others: tuple[str, ...]
     _task: str
+    _read: Any
     _send: Send | None
 
     @classmethod
@@ -58,14 +67,15 @@ class Lineage:
         configurable = config.get("configurable") or {}
         path = str((config.get("metadata") or {}).get("langgraph_checkpoint_ns", ""))
         name = "/".join(part.split(":")[0] for part in path.split("|")) + f"@{namespace[:8]}"
-        kept = _kept(configurable.get(_READ))
+        read = configurable.get(_READ)
+        kept = _kept(read)
         if kept is None:
-            return cls(name, (), (), "", None)
+            return cls(name, (), (), "", None, None)
         handles = {key: handle for key, value in kept.items() if (handle := _handle(value, namespace)) is not None}
         ordered = sorted(handles, key=lambda key: (-handles[key].kv_tokens, key))
         others = dict.fromkeys(handles[key].kv_id for key in ordered if key != name)
         own = (handles[name].kv_id,) if name in handles else ()
-        return cls(name, own, tuple(others), path, configurable.get(_SEND))
+        return cls(name, own, tuple(others), path, read, configurable.get(_SEND))
 
     def leave(self, handle: KVHandle) -> None:
         """Keep a handle as where this agent stands."""
@@ -74,8 +84,8 @@ class Lineage:
         labelled = replace(handle, kv_label=self.name.rpartition("@")[0][-MAX_LABEL_CHARS:])
         with _lock:
             written = _written.get(self._task)
-            if written is None:
-                written = _written[self._task] = _Written({self.name: labelled})
+            if written is None or written.read is not self._read:
+                written = _written[self._task] = _Written(self._read)
                 self._send([(LINEAGES, written)])
             written[self.name] = longest(labelled, written.get(self.name, labelled))
 
@@ -85,7 +95,8 @@ def _kept(read: Any) -> Mapping[str, Any] | None:
     if not callable(read):
         return None
     try:
-        kept = read(LINEAGES, False)
+        with _lock:  # reading goes over what the task wrote, which another thread of it may add to
+            kept = read(LINEAGES, False)
     except KeyError:  # no such channel
         return None
     return kept if isinstance(kept, Mapping) else None

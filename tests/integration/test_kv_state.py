@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import dataclasses
 import operator
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +14,7 @@ import pytest
 from langchain.agents import create_agent
 from langchain.agents.middleware import AgentState
 from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, RemoveMessage, SystemMessage
+from langchain_core.runnables import RunnableConfig
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import START, MessagesState, StateGraph
 from langgraph.graph.message import REMOVE_ALL_MESSAGES
@@ -151,6 +153,8 @@ def test_a_node_that_asks_several_times_writes_once_and_keeps_the_longest(model:
 
     (chunk,) = asyncio.run(chunks()) if is_async else list(graph.stream(given, stream_mode="updates"))
     assert isinstance(chunk["ask"], dict), "two writes of one key would make a list of it"
+    copied = copy.deepcopy(chunk["ask"][LINEAGES])
+    assert (type(copied), copied) == (dict, chunk["ask"][LINEAGES])
     assert lineages(chunk["ask"])["ask"].kv_tokens == max(
         message.response_metadata["kv"]["kv_tokens"] for message in chunk["ask"]["messages"]
     )
@@ -171,6 +175,26 @@ def test_a_task_that_is_retried_leaves_what_its_last_attempt_said(model: KVChatM
     state = graph.invoke({"messages": [HumanMessage("Go.")]})
     assert len(attempts) == 2
     assert lineages(state)["flaky"].kv_id == state["messages"][-1].response_metadata["kv"]["kv_id"]
+
+
+def test_a_task_that_is_resumed_in_the_same_process_leaves_its_handle(model: KVChatModel) -> None:
+    attempts: list[Any] = []
+
+    def ask(state: MessagesState, config: RunnableConfig) -> dict[str, Any]:
+        attempts.append(config)  # whoever holds what the first attempt was given keeps its writes alive
+        return {
+            "messages": [
+                model.invoke([*state["messages"], HumanMessage("x" * (40 - 20 * len(attempts)))]),
+                interrupt("?"),
+            ]
+        }
+
+    graph = StateGraph(KVMessagesState).add_node("ask", ask).add_edge(START, "ask").compile(memory())
+    graph.invoke({"messages": [HumanMessage("Go.")]}, thread())
+    assert graph.get_state(thread()).values[LINEAGES] == {}
+    state = graph.invoke(Command(resume="yes"), thread())
+    assert len(attempts) == 2
+    assert lineages(state)["ask"].kv_id == state["messages"][-2].response_metadata["kv"]["kv_id"]
 
 
 def test_kv_false_leaves_the_same_state(broker: KVBroker) -> None:
