@@ -274,6 +274,7 @@ class KVBroker:
         label: str = "",
         deterministic: bool = False,
         kv: bool = True,
+        cancel: threading.Event | None = None,
     ) -> Composed:
         """Join segments that were not computed in each other's context, in the order given: documents encoded apart, branches
         that meet. The first segment stands as it is, with what it shares with the others; what the others add is moved behind
@@ -283,7 +284,8 @@ class KVBroker:
         same tokens computed as one. An exact one is the ordinary handle of its tokens.
 
         Args:
-            segments: Handles, at least one. A ``KVComposite`` brings its own policy; the options that follow are then refused.
+            segments: Handles, at least one. A ``KVComposite`` brings its own policy; the options that follow are then refused,
+                except ``exact``. One among several is joined first, by itself, and nothing that its policy forbids is done.
             exact: Take no approximate rung: what is not there as a prefix is computed.
             max_deviation: With ``rung="auto"``: leave no moved token whose values at the check layer deviate by more, relative
                 to their norm. A threshold on a measured proxy, not a bound on the output. None sets none.
@@ -293,11 +295,12 @@ class KVBroker:
             k: For legolink.
             r: For blend.
             audit: Also compare the next-token distribution with the dense one, and with mismatched caches. Costs two dense
-                runs.
-            gate: Why ``exact`` is set although the caller allowed less; goes into the report.
+                runs. An exact join has no audit: it is what it would be compared with.
+            gate: Why ``exact`` is set although the caller allowed less; goes into the report. At most 200 characters.
             label: Short name for people.
             deterministic: With ``exact=True``: bit-equal to a run without any cache.
             kv: False computes all of it as one sequence and publishes nothing.
+            cancel: Set it from anywhere to stop before the next forward; nothing is published.
 
         Raises:
             NotComposable: No segments; a rung that the model or the segments do not allow: says which layer and why. Way out:
@@ -308,9 +311,11 @@ class KVBroker:
         """
         if not isinstance(audit, bool):
             raise ConfigError(f"audit must be True or False, got {audit!r}")
-        how = self._how(deterministic, label, kv=kv)
+        if not isinstance(gate, str) or len(gate) > 200:
+            raise ConfigError(f"gate must be text of at most 200 characters, got {gate!r:.80}")
+        how = self._how(deterministic, label, cancel, kv)
         policy = ComposePolicy(exact=exact, rung=rung, k=k, r=r, max_deviation=max_deviation)
-        if isinstance(segments, KVComposite) or is_composite_shaped(segments):
+        if _is_composite(segments):
             composite = KVComposite.coerce(segments)
             if policy != ComposePolicy() and not exact:
                 raise ConfigError(
@@ -325,7 +330,8 @@ class KVBroker:
                 raise ConfigError(f"segments must be a list of handles, got {type(segments).__name__}")
             if not segments:
                 raise NotComposable("there is nothing to compose: no segment was given; pass at least one handle")
-            composite = KVComposite.joined([self._segment(segment) for segment in segments], policy)
+            inner = [KVComposite.coerce(one).policy for one in segments if _is_composite(one)]
+            composite = KVComposite.joined([self._segment(one) for one in segments], policy.stricter(inner))
         recipes = [self._known(child) for child in composite.kv_children]
         labels = [child.kv_label for child in composite.kv_children]
         return self._composing.compose(recipes, labels, composite, how, gate=gate, audited=audit)
@@ -875,11 +881,13 @@ class KVBroker:
         label: str = "",
         deterministic: bool = False,
         kv: bool = True,
+        cancel: threading.Event | None = None,
     ) -> Composed:
-        """Async ``compose``."""
-        return await asyncio.to_thread(
+        """Async ``compose``; cancelling the task stops it before its next forward."""
+        return await _cancellable(
             self.compose,
             segments,
+            cancel,
             exact=exact,
             max_deviation=max_deviation,
             rung=rung,
@@ -1045,7 +1053,7 @@ class KVBroker:
     def _segment(self, handle: HandleLike) -> KVHandle:
         """Anything that claims to be a handle as one; a composite is materialised."""
         refuse_foreign_cache(handle)
-        if isinstance(handle, KVComposite) or is_composite_shaped(handle):
+        if _is_composite(handle):
             return self.compose(KVComposite.coerce(handle), label=KVComposite.coerce(handle).kv_label).handle
         return KVHandle.coerce(handle)
 
@@ -1080,7 +1088,7 @@ class KVBroker:
 
 
 async def _cancellable(
-    call: Callable[..., Result], prompt: str | Sequence[int], cancel: threading.Event | None, **options: Any
+    call: Callable[..., Result], prompt: Any, cancel: threading.Event | None, **options: Any
 ) -> Result:
     """``call`` in a thread; cancelling the task sets the event that stops it before its next forward."""
     stop = threading.Event() if cancel is None else cancel
@@ -1089,6 +1097,10 @@ async def _cancellable(
     except asyncio.CancelledError:
         stop.set()
         raise
+
+
+def _is_composite(value: Any) -> bool:
+    return isinstance(value, KVComposite) or is_composite_shaped(value)
 
 
 def _checked(sampling: Sampling | None) -> Sampling:

@@ -76,7 +76,7 @@ class Composer:
                 segments = move_in(rotation, origins, {kv_id: one.pieces for kv_id, one in sessions.items()}, mixed)
                 for one in sessions.values():
                     one.verify()
-            climb(Work(self._engine, token_ids, mixed, start, segments))
+            climb(Work(self._engine, token_ids, mixed, start, segments, tick=session.tick))
 
         missing = [kv_id for kv_id, recipe in children.items() if recipe is None]
         if missing:

@@ -7,24 +7,30 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+
+import torch
 
 from aaflow_langgraph.compose.assemble import Assembly
 from aaflow_langgraph.compose.audit import audit
 from aaflow_langgraph.compose.cost import costs_of
-from aaflow_langgraph.compose.ladder import THRESHOLD, Climb, climb
+from aaflow_langgraph.compose.ladder import THRESHOLD, Climb, climb, predict
 from aaflow_langgraph.compose.work import Work
-from aaflow_langgraph.composite import APPROXIMATE_RUNGS, KVComposite, joint_digest
+from aaflow_langgraph.composite import APPROXIMATE_RUNGS, EXACT_RUNGS, KVComposite, joint_digest
+from aaflow_langgraph.engine.mixed import Mixed
 from aaflow_langgraph.engine.rotary import rotation_of
 from aaflow_langgraph.engine.transformers import TransformersEngine
 from aaflow_langgraph.errors import NotComposable
 from aaflow_langgraph.handle import KVHandle
 from aaflow_langgraph.hashing import Joint
 from aaflow_langgraph.journal import asked_by
-from aaflow_langgraph.model import Composition, Operator, Recipe, Turn
+from aaflow_langgraph.model import Composition, Copied, Operator, Recipe, Span, Turn
+from aaflow_langgraph.nearest import Nearest
 from aaflow_langgraph.recipes import RecipeBook
 from aaflow_langgraph.requests import How, Requests
 from aaflow_langgraph.results import Audit, Composed, ComposeReport, Prefilled
+from aaflow_langgraph.session import Session
 from aaflow_langgraph.store import ExtentStore
 
 
@@ -34,7 +40,7 @@ class _Composing:
 
     composite: KVComposite
     labels: tuple[str, ...]
-    children: tuple[str, ...]
+    children: tuple[Recipe, ...]
     assembly: Assembly
     how: How
     gate: str
@@ -74,16 +80,14 @@ class Composing:
         started = time.perf_counter()
         self._check_open()
         policy = composite.policy
-        if how.deterministic and not policy.exact:
+        is_exact = policy.exact or policy.rung in EXACT_RUNGS or not how.kv
+        if how.deterministic and not is_exact:
             raise NotComposable(
                 "deterministic=True promises bits, which no approximate rung keeps: pass exact=True with it"
             )
         assembly = self._requests.composer.assemble(children)
         self._engine.check_fits(len(assembly.token_ids))
-        made = _Composing(
-            composite, tuple(labels), tuple(child.kv_id for child in children), assembly, how, gate, started
-        )
-        is_exact = policy.exact or policy.rung in ("prefix", "suffix", "dense") or not how.kv
+        made = _Composing(composite, tuple(labels), tuple(children), assembly, how, gate, started)
         if not assembly.copied and len(assembly.token_ids) == assembly.first.recipe.stop and not is_exact:
             recipe, climbed = assembly.first.recipe, Climb("prefix", 0, 0.0)
             report = self._report(made, recipe, climbed, len(assembly.token_ids), 0, 0)
@@ -106,22 +110,46 @@ class Composing:
     def _exactly(self, made: _Composing) -> Composed:
         """The tokens of a composite, computed as one sequence: an ordinary handle."""
         policy, ids, how = made.composite.policy, made.assembly.token_ids, made.how
-        sequence = self._store.sequence(ids)
-        near = self._recipes.nearest(sequence)
-        known = self._recipes.find(near.kv_id) if near.kv_id else None
-        there = self._store.covered(sequence, len(ids), self._recipes.borders(known) if known else ()) if how.kv else 0
-        if policy.rung == "prefix" and there < len(ids):
+        near = self._recipes.nearest(self._store.sequence(ids))
+        if policy.rung == "prefix" and (there := self._num_there(near)) < len(ids):
             raise NotComposable(
                 f"rung='prefix' needs a composite that was computed as one before: {there} of its {len(ids)} tokens were; take "
                 "rung='suffix' to compute the rest"
             )
+        before = time.perf_counter()
+        predicted = self._predicted(made, near.num_shared) if how.kv else {}
+        paused_s = time.perf_counter() - before
         prefilled = self._from_nearest(ids, made.assembly.turns, how, anew=policy.rung == "dense")
         recipe = self._recipes.find(prefilled.handle.kv_id)
         assert recipe is not None
-        rung = policy.rung if policy.rung in ("prefix", "dense") else "prefix" if there >= len(ids) else "suffix"
-        num_run = prefilled.usage.num_prefilled
-        report = self._report(made, recipe, Climb(rung, 0, 0.0), prefilled.usage.num_reused, 0, num_run)
-        return Composed(prefilled.handle, report)
+        num_reused, num_run = prefilled.usage.num_reused, prefilled.usage.num_prefilled
+        rung = "prefix" if num_run == 0 else "suffix" if num_reused else "dense"
+        climbed = Climb(rung, 0, 0.0, predicted_s=predicted)
+        return Composed(
+            prefilled.handle, self._report(made, recipe, climbed, num_reused, 0, num_run, paused_s=paused_s)
+        )
+
+    def _num_there(self, near: Nearest) -> int:
+        """How many tokens of a known handle's prefix have KV somewhere."""
+        known = self._recipes.find(near.kv_id) if near.kv_id else None
+        if known is None:
+            return 0
+        return self._store.covered(self._recipes.sequence(known.kv_id), near.num_shared, self._recipes.borders(known))
+
+    def _predicted(self, made: _Composing, num_known: int) -> dict[str, float]:
+        """Predicted seconds of the rungs beside an exact one; nothing where keys cannot be moved."""
+        try:
+            costs = costs_of(self._engine, rotation_of(self._engine))
+        except NotComposable:
+            return {}
+        assembly, policy = made.assembly, made.composite.policy
+        spans = tuple(Span(one.at, one.at + one.stop - one.start) for one in assembly.copied)
+        nothing = Mixed((), torch.empty(0), 0)
+        work = Work(self._engine, assembly.token_ids, nothing, len(assembly.first.token_ids), spans)
+        return {
+            **predict(work, costs, policy.k, policy.r),
+            "suffix": costs.run(range(num_known, len(assembly.token_ids))),
+        }
 
     def _from_nearest(
         self, ids: tuple[int, ...], turns: tuple[Turn, ...], how: How, *, anew: bool = False
@@ -143,16 +171,33 @@ class Composing:
         sequence = self._store.sequence(ids, base.hashes, (*base.joints, joint))
         known = self._recipes.find(self._store.name(sequence, len(ids)))
         if known is not None and known.composition is not None and not audited:
-            with self._requests.whole(known):
+            with self._requests.whole(known, how.cancel):
                 pass  # there again, if it was evicted
             return Composed(self._requests.handle(known, how, ""), ComposeReport.from_json(known.composition.report))
+        before = time.perf_counter()
         costs = costs_of(self._engine, rotation_of(self._engine))
+        paused_s = [time.perf_counter() - before]
         done: list[tuple[Climb, int, Audit | None]] = []
+        near = self._recipes.nearest(self._store.sequence(ids))
+        copied = assembly.copied
+        is_there = (
+            made.composite.policy.rung == "auto" and near.num_shared >= len(ids) and self._recipes.is_exact(first)
+        )
+        if is_there and near.kv_id is not None and self._num_there(near) >= len(ids):
+            # The cheapest rung of all: copied under the composite's own name from what was computed as one.
+            copied = (Copied(near.kv_id, first.stop, len(ids), first.stop),)
 
         def run(work: Work) -> None:
-            climbed = climb(work, made.composite.policy, costs)
-            num_run = work.num_run
+            if copied is not assembly.copied:
+                climbed = Climb("prefix", 0, 0.0, predicted_s={**predict(work, costs, 0, 0.0), "prefix": 0.0})
+            else:
+                climbed = climb(work, made.composite.policy, costs)
+            num_run, before = work.num_run, time.perf_counter()
             done.append((climbed, num_run, audit(work) if audited and work.moved else None))
+            paused_s.append(time.perf_counter() - before)
+
+        def whole(recipe: Recipe) -> AbstractContextManager[Session]:
+            return self._requests.whole(recipe, how.cancel)
 
         with self._requests.session(how) as session:
             self._requests.cover(
@@ -168,7 +213,7 @@ class Composing:
                 session.prefill(first.stop)
             if session.pieces and session.pieces[-1].stop > first.stop - first.num_pending and first.num_pending:
                 session.split(len(ids) - first.stop)
-            self._requests.composer.fill(session, ids, assembly.copied, self._requests.whole, run)
+            self._requests.composer.fill(session, ids, copied, whole, run)
             session.seal(sequence, len(ids))
         climbed, num_run, audited_as = done[-1]
         recipe = Recipe(
@@ -182,7 +227,7 @@ class Composing:
             operator="compose",
             composition=Composition(
                 composite_id=made.composite.kv_composite_id,
-                children=made.children,
+                children=tuple(child.kv_id for child in made.children),
                 labels=made.labels,
                 copied=assembly.copied,
                 rung=climbed.rung,
@@ -191,7 +236,9 @@ class Composing:
             ),
         )
         num_reused = len(ids) - first.stop - num_run
-        report = self._report(made, recipe, climbed, first.stop, num_reused, num_run, audited_as)
+        report = self._report(
+            made, recipe, climbed, first.stop, num_reused, num_run, audited_as, paused_s=sum(paused_s)
+        )
         assert recipe.composition is not None
         recipe = replace(recipe, composition=replace(recipe.composition, report=report.to_json()))
         self._recipes.keep(recipe, sequence)
@@ -225,8 +272,11 @@ class Composing:
         num_reused: int,
         num_run: int,
         audited: Audit | None = None,
+        *,
+        paused_s: float = 0.0,
     ) -> ComposeReport:
-        policy = made.composite.policy
+        policy, assembly = made.composite.policy, made.assembly
+        num_standing = len(assembly.first.token_ids) + sum(one.stop - one.start for one in assembly.copied)
         is_exact = climbed.rung not in APPROXIMATE_RUNGS and (
             recipe.composition is None or self._recipes.is_exact(made.assembly.first.recipe)
         )
@@ -237,12 +287,13 @@ class Composing:
             r=climbed.r,
             exact=is_exact and (recipe.composition is not None or self._recipes.is_exact(recipe)),
             num_segments=len(made.children),
-            num_tokens=len(made.assembly.token_ids),
+            num_tokens=len(assembly.token_ids),
+            num_left_out=sum(child.stop for child in made.children) - num_standing,
             num_shared=num_shared,
             num_reused=num_reused,
             num_recomputed=num_run,
             num_bytes=self._engine.layout.num_bytes(num_reused + num_run),
-            seconds=time.perf_counter() - made.started,
+            seconds=time.perf_counter() - made.started - paused_s,
             gate=made.gate,
             num_checked=climbed.num_checked,
             deviation_max=climbed.deviation_max,

@@ -18,13 +18,14 @@ from aaflow_langgraph.hashing import digest
 
 Rung = Literal["auto", "prefix", "suffix", "legolink", "blend", "dense"]
 RUNGS: tuple[Rung, ...] = get_args(Rung)
+EXACT_RUNGS: frozenset[Rung] = frozenset({"prefix", "suffix", "dense"})
 APPROXIMATE_RUNGS: frozenset[Rung] = frozenset({"legolink", "blend"})
 
 MAX_CHILD_LABEL_BYTES = 96
 """A child's label as UTF-8 JSON, quotes included: with eight of the longest labels a composite stays below 2 kB."""
 
 _LARGEST = 1e300
-COMPOSITE_REQUIRED = ("kv_child_ids", "kv_child_namespaces", "kv_child_tokens")
+COMPOSITE_REQUIRED = ("kv_child_ids", "kv_child_namespaces", "kv_child_tokens", "kv_exact_only")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,10 +63,33 @@ class ComposePolicy:
             raise ConfigError(f"max_deviation must be None or a number of at least 0, got {_shown(self.max_deviation)}")
         if self.exact and self.rung in APPROXIMATE_RUNGS:
             raise ConfigError(f"exact=True takes no approximate rung, got rung={self.rung!r}; leave one of the two out")
+        if self.max_deviation is not None and self.rung != "auto":
+            raise ConfigError(
+                f"max_deviation chooses the rung, got rung={self.rung!r} with it; leave one of the two out (rung='auto')"
+            )
         # JavaScript writes 1.0 as 1, and -0.0 equals 0.0: one number, one identity.
         object.__setattr__(self, "r", float(self.r) + 0.0)
         if self.max_deviation is not None:
             object.__setattr__(self, "max_deviation", float(self.max_deviation) + 0.0)
+
+    def effective(self) -> dict[str, Any]:
+        """The options that decide something: what a rung does not look at makes no other composite of it."""
+        if self.exact or self.rung in EXACT_RUNGS:
+            return {"exact": True, "rung": self.rung}
+        shown = {"rung": self.rung, "max_deviation": self.max_deviation}
+        if self.rung in ("auto", "legolink"):
+            shown["k"] = self.k
+        if self.rung in ("auto", "blend"):
+            shown["r"] = self.r
+        return shown
+
+    def stricter(self, others: Iterable[ComposePolicy]) -> ComposePolicy:
+        """This policy, and nothing that one of the others forbids."""
+        all_of = [self, *others]
+        limits = [policy.max_deviation for policy in all_of if policy.max_deviation is not None]
+        exact, limit = any(policy.exact for policy in all_of), min(limits, default=None)
+        rung = "auto" if (exact or limit is not None) and self.rung in APPROXIMATE_RUNGS else self.rung
+        return replace(self, exact=exact, rung=rung, max_deviation=limit if rung == "auto" else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +244,7 @@ class KVComposite:
     @property
     def kv_composite_id(self) -> str:
         """64 hex digits over the children's ids and the policy. Derived, and not stored: it cannot be forged."""
-        policy = json.dumps(asdict(self.policy), sort_keys=True)
+        policy = json.dumps(self.policy.effective(), sort_keys=True)
         return digest("composite", policy, *self.kv_child_ids)
 
     @property

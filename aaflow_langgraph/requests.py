@@ -134,7 +134,7 @@ class Requests:
             begun = self._begin(session, parent, ids, num_shared, 0, how, started, whole=True, anew=anew)
             if session.position < len(ids):
                 session.prefill(len(ids))
-                session.seal(begun.sequence, len(ids))
+            session.seal(begun.sequence, len(ids))  # also what was only copied from a sequence that goes on otherwise
             recipe = self._register(parent, begun.sequence, 0, turns, operator, num_shared)
             usage = self._usage(session, len(ids), 0, 0.0, begun, _reuse(session, parent, num_shared))
         self._note(begun, recipe, how, usage, len(ids))
@@ -324,10 +324,10 @@ class Requests:
             session.prefill(needed)
 
     @contextmanager
-    def whole(self, recipe: Recipe) -> Iterator[Session]:
+    def whole(self, recipe: Recipe, cancel: threading.Event | None = None) -> Iterator[Session]:
         """A session that stands behind the last token of a recipe."""
         sequence, borders = self._recipes.sequence(recipe.kv_id), self._recipes.borders(recipe)
-        with self.session(How()) as session:
+        with self.session(How(cancel=cancel)) as session:
             self.cover(session, recipe, sequence, recipe.stop - recipe.num_pending, recipe.stop, borders, 0)
             if session.position < recipe.stop:
                 session.prefill(recipe.stop)

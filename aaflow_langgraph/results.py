@@ -81,6 +81,7 @@ class ComposeReport:
         gate: Why it was made exact although an approximate one was allowed; else empty.
         num_segments: Segments joined.
         num_tokens: Tokens of the composite.
+        num_left_out: Tokens of the segments that do not stand in it again: beginnings that several of them share.
         num_shared: Of these in the first segment: read where they lie.
         num_reused: Of the others, tokens whose KV was moved and kept.
         num_recomputed: Of the others, tokens that were run through the model.
@@ -90,7 +91,7 @@ class ComposeReport:
         deviation_share: Share of them above ``threshold``.
         threshold: ``max_deviation`` of the request, or 0.5.
         num_bytes: Bytes of KV that were written.
-        seconds: How long it took.
+        seconds: How long it took, without the audit and without measuring this machine the first time.
         predicted_s: Predicted seconds of every rung that was possible, by name.
         audit: See ``Audit``; None unless it was asked for.
     """
@@ -107,6 +108,7 @@ class ComposeReport:
     num_recomputed: int
     num_bytes: int
     seconds: float
+    num_left_out: int = 0
     gate: str = ""
     num_checked: int = 0
     deviation_max: float = 0.0

@@ -24,7 +24,7 @@ def positions(work: Work, r: float, found: Deviations) -> list[int]:
     return work.new + [found.positions[number] for number in order]
 
 
-def keep_checked(work: Work, found: Deviations) -> None:
-    """Keep the right keys and values of the check layer for every moved token."""
-    if work.mixed.rows.shape[0] > CHECK_LAYER:
+def keep_checked(work: Work, r: float, found: Deviations) -> None:
+    """Keep the right keys and values of the check layer for every moved token; with ``r = 0`` nothing is touched."""
+    if num_chosen(len(found.positions), r) and work.mixed.rows.shape[0] > CHECK_LAYER:
         work.write(CHECK_LAYER, found.positions, found.keys, found.values)

@@ -36,7 +36,7 @@ class Climb:
 
 def predict(work: Work, costs: Costs, k: int, r: float) -> dict[str, float]:
     """Predicted seconds of each rung that can be taken here."""
-    moved, num_layers = work.moved, work.mixed.rows.shape[0]
+    moved, num_layers = work.moved, work.engine.layout.num_layers
     moving = costs.move(len(moved))
     chosen = sample(moved, blend.num_chosen(len(moved), r))
     return {
@@ -69,7 +69,7 @@ def climb(work: Work, policy: ComposePolicy, costs: Costs) -> Climb:
             work.run(work.new)
             found = measure(work, work.moved)
         if found is not None:
-            blend.keep_checked(work, found)
+            blend.keep_checked(work, r, found)
             _note(made, work, blend.positions(work, r, found), found, threshold)
         else:
             work.run(work.new)
@@ -85,7 +85,7 @@ def again(work: Work, rung: str, k: int, r: float) -> None:
     elif rung == "blend" and work.moved:
         work.run(work.new)
         found = measure(work, work.moved)
-        blend.keep_checked(work, found)
+        blend.keep_checked(work, r, found)
         work.run(blend.positions(work, r, found))
     else:
         work.run(dense.positions(work))

@@ -5,7 +5,7 @@ Knows tensors and positions; knows no pool and no policy.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,7 +14,7 @@ from aaflow_langgraph.engine.base import Piece
 from aaflow_langgraph.engine.mixed import Mixed, check_layer, run_at
 from aaflow_langgraph.engine.rotary import Rotation
 from aaflow_langgraph.engine.transformers import TransformersEngine
-from aaflow_langgraph.model import Copied, Span
+from aaflow_langgraph.model import BLOCK_TOKENS, Copied, Span
 
 
 @dataclass(slots=True)
@@ -28,6 +28,7 @@ class Work:
         start: First position that is composed; rows may begin before it.
         segments: Positions of the moved spans, in order.
         num_run: Tokens that were run through all layers, so far.
+        tick: Called between chunks; may raise to stop.
     """
 
     engine: TransformersEngine
@@ -35,7 +36,8 @@ class Work:
     mixed: Mixed
     start: int
     segments: tuple[Span, ...]
-    num_run: int = field(default=0)
+    num_run: int = 0
+    tick: Callable[[], None] = field(default=lambda: None)
 
     @property
     def moved(self) -> list[int]:
@@ -51,9 +53,11 @@ class Work:
     def run(self, positions: Sequence[int]) -> None:
         """Run tokens through all layers, each over everything in front of it as it is now, and keep their KV."""
         ordered = sorted(set(positions))
-        if ordered:
-            run_at(self.engine, [self.token_ids[at] for at in ordered], ordered, self.mixed)
-            self.num_run += len(ordered)
+        for start in range(0, len(ordered), BLOCK_TOKENS):
+            chunk = ordered[start : start + BLOCK_TOKENS]
+            self.tick()
+            run_at(self.engine, [self.token_ids[at] for at in chunk], chunk, self.mixed)
+        self.num_run += len(ordered)
 
     def check(self, positions: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values ``[H, T, D]`` of layer 1 as the tokens at ``positions`` have them in this context."""

@@ -16,7 +16,8 @@ Laws, for a channel ``c``, well-formed handles ``a != b``, a value ``v`` (a hand
     c.update([{"x": a, "y": a}])  composite of a and a    a name is given on purpose: named handles stand by name,
     c.update([{"x": a}, {"y": b}]) == c.update([{"x": a, "y": b}])   and are never echoes
     c.update([{"x": a}, {"x": b}])  InvalidUpdateError    a real conflict, as in ``KVBranches``
-    c.update([composite, b])    composite of its different children and b, under the channel's policy
+    c.update([composite, b])    composite of its different children and b, under the channel's policy and nothing that the
+                                composite's own forbids
     c.update(w) == c.update(any order of w)
     c.update([Overwrite(v), b]) == c.update([v])
     c.update([Overwrite(None)])                           forgets: the only way to empty a channel
@@ -207,7 +208,8 @@ class KVCompose(BaseChannel[Segment, Any, Segment]):
         if not named and len(set(values)) == 1 and (only := _first(values)) is not None:
             return only
         children = arranged(named.items(), (child for value in values for child in _children_of(value)), self.order)
-        return children[0] if len(children) == 1 else KVComposite.joined(children, self.policy)
+        policy = self.policy.stricter(value.policy for value in values if isinstance(value, KVComposite))
+        return children[0] if len(children) == 1 else KVComposite.joined(children, policy)
 
     def _only(self, values: Sequence[Segment | None]) -> Segment | None:
         """The one value that every ``Overwrite`` of a step carries.

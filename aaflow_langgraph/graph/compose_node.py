@@ -7,6 +7,7 @@ document looks for the change in the answers, and no approximation may stand bet
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -132,7 +133,13 @@ class _ComposeNode(KVNode):
         before: dict[str, set[str]] = {}
         for label, kv_id in () if earlier is None else (*self._reported(call), *self._recorded(earlier)):
             before.setdefault(label, set()).add(kv_id)
-        labels = {child.kv_label for child in segments if child.kv_id not in before.get(child.kv_label, {child.kv_id})}
+        now = Counter(child.kv_label for child in segments)
+        # A label that several segments bear names none of them.
+        labels = {
+            child.kv_label
+            for child in segments
+            if now[child.kv_label] == 1 and child.kv_id not in before.get(child.kv_label, {child.kv_id})
+        }
         return sorted(labels - {""})
 
     def _reported(self, call: NodeCall) -> list[tuple[str, str]]:
@@ -164,14 +171,13 @@ def _children_of(value: KVHandle | KVComposite) -> tuple[KVHandle, ...]:
 def _policy(read: Sequence[KVHandle | KVComposite], asked: Mapping[str, Any]) -> ComposePolicy:
     """What the node was told, else what the composite that it reads asks for; of several, only what each forbids."""
     policies = [value.policy for value in read if isinstance(value, KVComposite)]
-    limits = [policy.max_deviation for policy in policies if policy.max_deviation is not None]
-    base = policies[0] if len(read) == len(policies) == 1 else ComposePolicy(max_deviation=min(limits, default=None))
-    rung = asked.get("rung", base.rung)
-    exact = asked["exact"] or any(policy.exact for policy in policies)
-    return ComposePolicy(
-        exact=exact,
-        rung="auto" if exact and rung in APPROXIMATE_RUNGS else rung,
+    base = policies[0] if len(read) == len(policies) == 1 else ComposePolicy()
+    rung = asked.get("rung", "auto" if "max_deviation" in asked else base.rung)
+    own = ComposePolicy(
+        exact=asked["exact"],
+        rung="auto" if asked["exact"] and rung in APPROXIMATE_RUNGS else rung,
         k=asked.get("k", base.k),
         r=asked.get("r", base.r),
-        max_deviation=asked.get("max_deviation", base.max_deviation),
+        max_deviation=asked.get("max_deviation"),
     )
+    return own.stricter(policies)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,14 @@ import torch
 from aaflow_langgraph import KVBroker, KVHandle, Sampling
 from aaflow_langgraph.composite import KVComposite
 from aaflow_langgraph.engine.transformers import TransformersEngine
-from aaflow_langgraph.errors import ConfigError, ContextTooLong, IncompatibleHandle, MalformedHandle, NotComposable
+from aaflow_langgraph.errors import (
+    Cancelled,
+    ConfigError,
+    ContextTooLong,
+    IncompatibleHandle,
+    MalformedHandle,
+    NotComposable,
+)
 from aaflow_langgraph.model import Recipe
 from tests import tiny
 from tests.oracle import prose, stock_of
@@ -62,10 +70,7 @@ def test_recomputing_nothing_is_the_same_by_every_rung_and_is_not_dense(broker: 
     lego = broker.compose(docs, rung="legolink", k=0)
     blend = broker.compose(docs, rung="blend", r=0.0)
     assert lego.report.num_recomputed == blend.report.num_recomputed == 0
-    # Blend keeps what it measured at layer 1, which is right there; the other layers are those of plain reuse.
-    rows = [kv_of(broker, composed.handle) for composed in (lego, blend)]
-    others = [0, *range(2, rows[0].shape[0])]
-    assert torch.equal(rows[0][others], rows[1][others])
+    assert torch.equal(kv_of(broker, lego.handle), kv_of(broker, blend.handle))
     distance = (logits_behind(broker, lego.handle) - dense_logits(broker, lego.handle)).abs().max()
     assert distance > 1e-3
 
@@ -246,6 +251,72 @@ def test_one_segment_is_itself_and_one_that_another_begins_with_adds_nothing(ope
     assert broker.compose([docs], exact=True).handle == docs
 
 
+def test_what_is_left_out_of_a_join_is_counted(open_broker: Open) -> None:
+    broker = open_broker("llama")
+    base = broker.prefill(prose(100)).handle
+    left, right = (broker.prefill(text, parent=base).handle for text in ("left ", "right "))
+    assert broker.compose([left, right]).report.num_left_out == base.kv_tokens
+    assert broker.compose([base, left]).report.num_left_out == base.kv_tokens
+    assert broker.compose([left, right], exact=True).report.num_left_out == base.kv_tokens
+
+
+def test_what_was_computed_as_one_is_taken_from_there_under_the_composites_own_name(open_broker: Open) -> None:
+    broker = open_broker("llama")
+    docs = documents(broker)
+    exact = broker.compose(docs, exact=True)
+    found = broker.compose(docs)
+    assert (found.report.rung, found.report.exact, found.report.num_recomputed) == ("prefix", True, 0)
+    assert found.handle.kv_exact
+    assert found.handle.kv_id != exact.handle.kv_id
+    assert torch.equal(kv_of(broker, found.handle), kv_of(broker, exact.handle))
+    for handle in (found.handle, exact.handle, *docs):
+        broker.evict(handle)
+    assert torch.allclose(logits_behind(broker, found.handle), dense_logits(broker, found.handle), atol=1e-4)
+
+
+def test_the_beginning_of_a_longer_exact_composite_is_backed_by_kv_of_its_own(open_broker: Open) -> None:
+    broker = open_broker("llama")
+    docs = [broker.prefill(text, raw=True).handle for text in ("alpha " * 8, "bravo one " * 7, "charlie " * 6)]
+    broker.compose(docs, exact=True)
+    front = broker.compose(docs[:2], exact=True)
+    assert (front.report.rung, front.report.num_recomputed) == ("prefix", 0)
+    assert broker.transfer(front.handle).num_missing == 0
+
+
+def test_a_rung_is_named_for_what_was_done(open_broker: Open) -> None:
+    broker = open_broker("llama")
+    docs = documents(broker, (40, 50))
+    for _ in range(2):  # nothing canonical is kept of less than a block
+        report = broker.compose(docs, exact=True, deterministic=True).report
+        assert (report.rung, report.num_shared) == ("dense", 0)
+    report = broker.compose(docs, exact=True).report
+    assert report.rung in ("prefix", "suffix")
+    assert set(report.predicted_s) == {"legolink", "blend", "suffix", "dense"}
+    assert broker.compose(docs, rung="dense", deterministic=True).report.rung == "dense"
+
+
+def test_a_composite_among_segments_is_never_joined_more_loosely_than_it_asked_for(open_broker: Open) -> None:
+    broker = open_broker("llama")
+    first, *rest = documents(broker, (40, 50, 60))
+    strict = KVComposite.of(rest, exact=True)
+    assert broker.compose([first, strict]).report.exact
+    assert broker.compose([first, strict], rung="blend").handle.kv_exact
+
+
+async def test_cancelling_a_compose_stops_it_and_publishes_nothing(open_broker: Open) -> None:
+    broker = open_broker("llama")
+    docs = documents(broker)
+    stop = threading.Event()
+    stop.set()
+    before = broker.stats().num_extents
+    with pytest.raises(Cancelled):
+        broker.compose(docs, cancel=stop)
+    with pytest.raises(Cancelled):
+        await broker.acompose(docs, exact=True, cancel=stop)
+    assert broker.stats().num_extents == before
+    assert broker.stats().num_leases == 0
+
+
 def test_a_segment_named_twice_stands_twice(open_broker: Open) -> None:
     broker = open_broker("llama")
     docs = broker.prefill("again and ").handle
@@ -388,6 +459,8 @@ def test_bad_input_is_said(open_broker: Open, engines: Callable[..., Transformer
         ({"max_deviation": -1}, "max_deviation"),
         ({"exact": True, "rung": "blend"}, "approximate"),
         ({"audit": 1}, "audit"),
+        ({"gate": 4}, "gate"),
+        ({"rung": "blend", "max_deviation": 0.1}, "chooses the rung"),
         ({"label": "x" * 99}, "label"),
     ):
         with pytest.raises(ConfigError, match=match):

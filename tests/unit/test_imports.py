@@ -62,6 +62,8 @@ NEIGHBOURS = frozenset(
         ("compose", "engine"),
         ("broker", "composing"),
         ("composing", "journal"),
+        ("composing", "nearest"),
+        ("composing", "session"),
         ("composing", "recipes"),
         ("composing", "requests"),
         ("composing", "store"),
