@@ -94,7 +94,8 @@ class ComposePolicy:
 
 @dataclass(frozen=True, slots=True)
 class KVComposite:
-    """Handles to be joined, in order, with the requested policy. Immutable, hashable, under 2 kB serialised with 8 children.
+    """Handles to be joined, in order, with the requested policy. Immutable, hashable, under 2 kB with 8 children as
+    msgpack or UTF-8 JSON.
 
     Made by ``of`` and by the channel ``KVCompose``. Every broker entry and every node that takes a handle takes it, too. Two
     composites are equal when they name the same children in the same order under the same policy; labels are for people.

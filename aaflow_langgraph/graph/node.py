@@ -54,6 +54,8 @@ class NodeOptions:
         self.reads = None if reads is None else Address.parse(reads)
         self.writes = writes
         self.branch = None if branch is None else Prompt.parse(branch, what="branch")
+        if role.lower() in JUDGES and role not in JUDGES:
+            raise ConfigError(f"role={role!r} is no chat role; a node that judges is marked role={role.lower()!r}")
         self.gate = f"role: {role}" if role in JUDGES else ""
         self.role = "user" if self.gate else check_text(role, "role")
         self.raw = raw

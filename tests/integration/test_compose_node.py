@@ -33,6 +33,7 @@ from aaflow_langgraph import (
     generate_node,
     prefill_node,
 )
+from aaflow_langgraph.composite import ComposePolicy
 from aaflow_langgraph.engine.transformers import TransformersEngine
 from aaflow_langgraph.errors import AAFlowError, ConfigError, IncompatibleHandle, MalformedHandle
 from aaflow_langgraph.graph.serde import handle_serializer
@@ -478,6 +479,19 @@ def test_a_judge_joins_a_composite_exactly_whatever_it_asks_for(broker: KVBroker
         (event,) = [value for mode, value in events if mode == "custom" and value["type"] == "aaflow.compose"]
         assert (event["gate"], event["exact"]) == ("role: judge", True)
         assert events[-1][1]["context"].kv_exact
+
+
+def test_a_misspelt_judge_is_refused(broker: KVBroker) -> None:
+    with pytest.raises(ConfigError, match="role='judge'"):
+        generate_node(broker, "Judge.", reads="first", writes="context", role="Judge", sampling=SHORT)
+
+
+def test_a_label_that_several_segments_bear_tells_of_no_edit(broker: KVBroker) -> None:
+    docs = [broker.prefill(text, label="src").handle for text in ("one ", "two ", "three ")]
+    node = compose_node(broker, reads=["sources"], writes="context", report_to="report")
+    first = node.invoke({"sources": KVComposite.joined(docs[:2], ComposePolicy())})
+    more = node.invoke({"sources": KVComposite.joined(docs, ComposePolicy()), **first})
+    assert more["report"]["gate"] == ""
 
 
 def test_a_judge_of_something_exact_reads_it_as_it_is(broker: KVBroker, docs: dict[str, KVHandle]) -> None:
