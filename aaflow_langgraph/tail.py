@@ -80,7 +80,9 @@ class PoolTail:
         for layer in range(self.kv.shape[0]):
             flat[layer * size : (layer + 1) * size] = self.kv[layer, :, :, :rows].reshape(-1).clone()
 
+    @torch.inference_mode(False)
     def _take(self, num_tokens: int) -> torch.Tensor:
+        """Memory for tokens. Also taken inside a forward, in inference mode, and written to outside of it afterwards."""
         store = self._store
         num_tokens = even(num_tokens)
         shape = store.layout.shape(num_tokens)

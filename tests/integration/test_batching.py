@@ -18,7 +18,7 @@ from aaflow_langgraph.engine.batch import Step
 from aaflow_langgraph.errors import Cancelled
 from aaflow_langgraph.results import Generation
 from tests import tiny
-from tests.oracle import Stock
+from tests.oracle import Stock, prose
 
 KINDS = ["llama", "qwen2", "qwen3", "mistral"]
 LEAN = {"mistral": {"sliding_window": None}}
@@ -239,3 +239,30 @@ def test_cold_equals_warm_under_churn(
         assert broker.check() == []
         assert broker.stats().num_leases == 0
         assert engine.batcher.num_repeated == 0
+
+
+def test_tails_that_outgrow_their_room_in_a_shared_forward_are_sealed_like_others(
+    open_broker: Callable[..., KVBroker],
+) -> None:
+    """Room is made in the middle of a forward, and what lies in it is published after the last."""
+    broker = open_broker()
+    prompts = [prose(300, seed=seed) for seed in range(3)]
+    gate = threading.Barrier(len(prompts))
+    long = Sampling(max_tokens=300)
+    found: dict[int, Any] = {}
+
+    def ask(number: int) -> None:
+        gate.wait()
+        found[number] = broker.generate(prompts[number], raw=True, sampling=long)
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(found) == [0, 1, 2]
+    for number, generation in found.items():
+        again = broker.complete(broker.token_ids(generation.handle)[:-1], sampling=Sampling(max_tokens=1))
+        assert again.usage.num_reused >= generation.handle.kv_tokens - 2
+        alone = broker.generate(prompts[number], raw=True, sampling=long, kv=False)
+        assert alone.token_ids == generation.token_ids
