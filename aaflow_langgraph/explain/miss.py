@@ -142,10 +142,7 @@ class Explainer:
                     cause, why = gone
                     num_lost, difference = num_gone, None
                 elif cause == "none":
-                    why = (
-                        f"{num_gone:,} tokens that had been computed before were not looked for: a prompt that goes on from no "
-                        f"handle, or is deterministic, finds whole blocks of {BLOCK_TOKENS} tokens"
-                    )
+                    why = self._in_blocks(entry, num_gone)
         return MissReport(
             number=entry.number,
             at_s=entry.at_s,
@@ -226,8 +223,26 @@ class Explainer:
             return "off", f"{num_gone:,} tokens had been computed before; this request looked nothing up (kv=False)"
         return None
 
+    def _in_blocks(self, entry: Entry, num_gone: int) -> str:
+        """Why tokens that are there were not looked for."""
+        parent = None if entry.parent is None else self._broker.find_recipe(entry.parent)
+        if parent is not None and entry.num_reused >= parent.stop - parent.num_pending:
+            return (
+                f"it went on from handle {parent.kv_id[:10]}, all of which was reused; another known prompt shares "
+                f"{_tokens(num_gone)} more behind it, and what is not the handle's own is reused in whole blocks of "
+                f"{BLOCK_TOKENS} tokens only"
+            )
+        return (
+            f"{_tokens(num_gone)} that had been computed before were not looked for: a prompt that goes on from no handle, or "
+            f"is deterministic, finds whole blocks of {BLOCK_TOKENS} tokens"
+        )
+
     def _decoded(self, ids: Sequence[int]) -> str:
         return str(self._broker.engine.tokenizer.decode(list(ids)))
+
+
+def _tokens(num: int) -> str:
+    return f"{num:,} {'token' if num == 1 else 'tokens'}"
 
 
 def _num_behind(entry: Entry, known: _Known, where: Divergence) -> int:

@@ -73,6 +73,9 @@ class Source(Protocol):
     def decode(self, token_ids: Sequence[int]) -> str | None:
         """Their text; None where there is no tokenizer."""
 
+    def spell(self, token_ids: Sequence[int]) -> str | None:
+        """Their text with that of special tokens; None where there is no tokenizer."""
+
     def rejected(self) -> Sequence[RejectedWrite]:
         """Kinds of values that channels of this process did not take, oldest first."""
 

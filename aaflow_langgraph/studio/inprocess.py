@@ -79,6 +79,10 @@ class InProcess:
         """By the broker's tokenizer; special tokens left out."""
         return self._broker.engine.frame.decode(token_ids)
 
+    def spell(self, token_ids: Sequence[int]) -> str | None:
+        """By the broker's tokenizer; special tokens as it writes them."""
+        return self._broker.engine.frame.spell(token_ids)
+
     def rejected(self) -> Sequence[RejectedWrite]:
         """Those of the process: channels know no broker."""
         return rejected_writes()

@@ -138,6 +138,10 @@ class FromOutside:
         """By the tokenizer of ``model``."""
         return None if self._decode is None else self._decode(token_ids)
 
+    def spell(self, token_ids: Sequence[int]) -> str | None:
+        """The same: it leaves out nothing."""
+        return self.decode(token_ids)
+
     def rejected(self) -> Sequence[RejectedWrite]:
         """Channels tell only their own process."""
         return ()

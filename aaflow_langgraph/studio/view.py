@@ -313,7 +313,11 @@ class View:
         if self.metadata_only:
             return {}
         text = self.source.decode(ids)
-        return {"token_ids": list(ids)} | ({} if text is None else {"text": text[: 4 * MOST_CHARS]})
+        is_special = bool(ids) and text == ""  # nothing but what texts leave out: here it is what is equal or differs
+        if is_special:
+            text = self.source.spell(ids)
+        told = {"token_ids": list(ids), "is_special": is_special}
+        return told | ({} if text is None else {"text": text[: 4 * MOST_CHARS]})
 
     def _turn_at(self, facts: Facts, described: dict[str, Any], position: int) -> str:
         """Role of the turn in which a position is."""

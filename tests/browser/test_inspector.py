@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from aaflow_langgraph import KVBroker, KVCheckpointSaver, TransformersEngine
 from aaflow_langgraph.graph.rejected import RejectedWrite
 from aaflow_langgraph.journal import Entry
 from aaflow_langgraph.model import Recipe, Span, Turn
+from aaflow_langgraph.movements import Movement
 from aaflow_langgraph.studio import inspector_app
 from aaflow_langgraph.studio.app import make_app
 from aaflow_langgraph.studio.facts import Facts
@@ -334,11 +336,28 @@ class Told:
     def decode(self, token_ids: Sequence[int]) -> str | None:
         return self._text
 
+    def spell(self, token_ids: Sequence[int]) -> str | None:
+        return self._text
+
     def rejected(self) -> Sequence[RejectedWrite]:
         return [RejectedWrite(HOSTILE, TURNED, "")]
 
     def why_missed(self, number: int, *, with_text: bool) -> dict[str, Any] | None:
-        return None
+        where = {"position": 1, "role": TURNED, "known_kv_id": "", "known_node": TURNED}
+        said = dict.fromkeys(("before", "asked", "known"), f"{TURNED}\nsecond line")
+        return {
+            "cause": "volatile",
+            "cause_words": TURNED,
+            "source": TURNED,
+            "node": TURNED,
+            "why": TURNED,
+            "mend": TURNED,
+            "num_context": 4,
+            "num_reused": 0,
+            "num_reusable": 4,
+            "num_lost": 4,
+            "difference": {**where, **said},
+        }
 
 
 def told(labels: Sequence[str]) -> Facts:
@@ -354,6 +373,15 @@ def told(labels: Sequence[str]) -> Facts:
             )
         )
     return Facts(recipes, (), tuple(entries))
+
+
+def obeyed(page: Page) -> list[str]:
+    """Characters of the page that turn the direction of what is behind them."""
+    return re.findall("[\u202a-\u202e\u2066-\u2069]", str(page.evaluate(SHOWN)))
+
+
+SHOWN = """[document.documentElement.textContent, ...[...document.querySelectorAll('[title], [aria-label]')]
+  .flatMap((one) => [one.getAttribute('title'), one.getAttribute('aria-label')])].join('')"""
 
 
 def test_hostile_names_and_texts_are_shown_and_do_nothing(open_page: Callable[..., Page]) -> None:
@@ -377,6 +405,60 @@ def test_hostile_names_and_texts_are_shown_and_do_nothing(open_page: Callable[..
             assert page.evaluate("window.hacked") is None
             assert page.locator("main img, aside img, main script, aside script").count() == 0
             assert len(page.content()) < 1 << 19, "what is long is cut on its way"
-            assert "\u202e" not in page.locator("#graph").inner_text()
+            assert not obeyed(page), "names, turns and what differs"
             assert is_within(page)
+            if width == 390:
+                page.get_by_role("button", name="Close details").click()
+            page.get_by_role("tab", name="Requests").click()
+            page.get_by_role("button", name="Why request").first.click()
+            expect(page.locator("#detail .said pre").first).to_have_text(re.compile("second line"))
+            assert "\n" in page.locator("#detail .said pre").first.inner_text(), "lines stay lines"
+            assert page.locator("#detail .said pre", has_text="\u25a1gnp.exe\u25a1 שלום").count() == 3
+            assert not obeyed(page), "why it missed"
             page.goto("about:blank")
+
+
+def test_long_unbroken_names_stay_in_their_card_and_columns_stay_readable(open_page: Callable[..., Page]) -> None:
+    long = told(["W" * 64, "x" * 64, "y" * 64])
+    kv_ids = list(long.recipes)
+    recipes = {
+        kv_id: replace(one, parent=kv_ids[at - 1] if at else None, start=4 * at)
+        for at, (kv_id, one) in enumerate(long.recipes.items())
+    }
+    entries = tuple(replace(one, node=one.label, num_context=40, num_reusable=40) for one in long.entries)
+    moved = tuple(
+        Movement(at + 1, 0.0, "evict", 0, 4, kv_id, 1 << 20, one.label, one.label)
+        for at, (kv_id, one) in enumerate(zip(kv_ids, entries, strict=True))
+    )
+    source = Told(Facts(recipes, (), entries, moved), "text")
+    with serving(make_app(View(source), Threads(None), prefix="/kv")) as (address, _):
+        for width in (390, 1280):
+            page = open_page(address, width=width)
+            for tab in ("Requests", "Misses", "Handles", "Evictions and transfers"):
+                page.get_by_role("tab", name=tab).click()
+                expect(page.locator("#panel table tbody tr")).to_have_count(3)
+                assert is_within(page), tab
+                card = page.locator("#panel").bounding_box()
+                region = page.locator("#panel .scroll").bounding_box()
+                assert card is not None
+                assert region is not None
+                assert region["width"] <= card["width"] + 1, tab
+                if width == 390:
+                    assert page.evaluate(OUTSIDE) == 0, tab
+            page.locator("#graph .node").last.click()
+            expect(page.locator("#detail .path li")).not_to_have_count(0)
+            assert page.evaluate(
+                "document.querySelector('#detail').scrollWidth <= document.querySelector('#detail').clientWidth"
+            )
+            if width == 1280:
+                page.get_by_role("tab", name="Misses").click()
+                cell = page.locator('#panel td[data-name="node"]').first.bounding_box()
+                assert cell is not None
+                assert cell["width"] > 100
+            page.goto("about:blank")
+
+
+OUTSIDE = """(() => {
+  const right = document.querySelector('#panel').getBoundingClientRect().right + 1;
+  return [...document.querySelectorAll('#panel td *')].filter((one) => one.getBoundingClientRect().right > right).length;
+})()"""

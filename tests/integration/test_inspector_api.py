@@ -131,6 +131,16 @@ def test_two_handles_are_compared_token_by_token(scene: Scene) -> None:
     assert scene.ask("diff", a=scene.plan.kv_id, b=scene.plan.kv_id)["is_equal"]
 
 
+def test_handles_that_share_special_tokens_only_say_which(open_broker: Callable[..., KVBroker]) -> None:
+    broker = open_broker()
+    special = broker.engine.tokenizer.all_special_ids[0]
+    (a, b) = (broker.materialize([special, *broker.engine.frame.encode(text)]) for text in ("one", "two"))
+    with client_of(inspector_app(broker)) as client:
+        told = client.get("/kv/api/diff", params={"a": a.kv_id, "b": b.kv_id}).json()
+    assert (told["num_shared"], told["before"]["is_special"]) == (1, True)
+    assert told["before"]["text"] == broker.engine.tokenizer.decode([special]) != ""
+
+
 def test_sums_by_node_and_edge_are_those_of_the_journal(scene: Scene) -> None:
     told = scene.ask("profile")
     entries = scene.broker.journal.entries()

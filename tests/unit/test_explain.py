@@ -82,6 +82,21 @@ def test_a_fresh_prompt_reuses_whole_blocks_and_its_report_says_so(open_one: Ope
     assert "256" in again.why
 
 
+def test_a_prompt_that_went_on_from_a_handle_is_told_which_and_what_is_shared_behind_it(open_one: Open) -> None:
+    broker = open_one(planted.engine())
+    docs = broker.prefill(planted.DOCS).handle
+    same = "The first words of both questions are the same, "
+    for end in ("then comes this.", "and that is that."):
+        broker.generate(same + end, parent=docs, sampling=FEW)
+    asked = explain_miss(broker, last=1)[0]
+    num_more = asked.num_reusable - asked.num_reused
+    assert (asked.cause, asked.num_reused) == ("none", len(broker.token_ids(docs)))
+    assert num_more > 0
+    assert f"went on from handle {docs.kv_id[:10]}, all of which was reused" in asked.why
+    assert f"{num_more:,} tokens more behind it" in asked.why
+    assert "from no handle" not in asked.why
+
+
 def test_a_report_names_the_edge_and_the_place_in_tokens_and_in_text(open_one: Open) -> None:
     app = planted.dated(open_one)
     hit, missed = run(app)

@@ -1,7 +1,7 @@
 // The panel beside: one handle, two handles compared, or why a request missed.
 
 import { at, h, show } from "./dom.js";
-import { bytes, clean, clock, count, named, percent, seconds, short } from "./format.js";
+import { bytes, clean, clock, count, named, percent, seconds, short, tokens } from "./format.js";
 import { bar, chip, empty, facts, sign, tokensBar, whereBar } from "./parts.js";
 
 /** The panel; in a narrow window it makes room while the other handle is being chosen. */
@@ -96,15 +96,15 @@ export function drawDiff(told, act) {
   place().classList.remove("idle");
   const [a, b] = told.sides;
   const side = (kind, letter, one) => h("div", { class: `said ${kind}` },
-    h("b", {}, `${letter}  `, h("bdi", {}, named(one))), h("span", { class: "dim" }, `  ${count(one.num_tokens)} tokens${one.turn ? `, in a turn of ${clean(one.turn, 20)}` : ""}`),
+    h("b", {}, `${letter}  `, h("bdi", {}, named(one))), h("span", { class: "dim" }, `  ${tokens(one.num_tokens)}${one.turn ? `, in a turn of ${clean(one.turn, 20)}` : ""}`),
     one.after.text === undefined ? null : h("pre", { dir: "auto" }, one.num_tokens > told.num_shared ? h("ins", {}, one.after.text) : "ends here"),
     one.after.token_ids?.length ? h("p", { class: "note" }, "ids ", h("code", {}, one.after.token_ids.slice(0, 8).join(" "))) : null);
   show(place(), title("Two handles compared", act),
-    h("p", {}, told.is_equal ? "They are equal, token by token." : [h("b", {}, count(told.num_shared)), " tokens in common: ", percent(told.num_shared, a.num_tokens), " of A, ", percent(told.num_shared, b.num_tokens), " of B."]),
+    h("p", {}, told.is_equal ? "They are equal, token by token." : [h("b", {}, tokens(told.num_shared)), " in common: ", percent(told.num_shared, a.num_tokens), " of A, ", percent(told.num_shared, b.num_tokens), " of B."]),
     h("h3", {}, "A"), chip(a, act.pick, "a"), bar([["reused", told.num_shared, "in common"], ["prefilled", a.num_tokens - told.num_shared, "of its own"]], Math.max(a.num_tokens, b.num_tokens), "A"),
     h("h3", {}, "B"), chip(b, act.pick, "b"), bar([["reused", told.num_shared, "in common"], ["decoded", b.num_tokens - told.num_shared, "of its own"]], Math.max(a.num_tokens, b.num_tokens), "B"),
     told.is_equal ? null : [h("h3", {}, `At token ${count(told.num_shared)}`),
-      told.before.text === undefined ? h("p", { class: "note" }, "Text is not shown here.") : h("div", { class: "said" }, h("span", { class: "dim" }, "both say"), h("pre", { dir: "auto" }, told.before.text || "nothing: they differ from the first token on")),
+      told.before.text === undefined ? h("p", { class: "note" }, "Text is not shown here.") : h("div", { class: "said" }, h("span", { class: "dim" }, told.before.is_special ? "both have special tokens only" : "both say"), h("pre", { dir: "auto" }, told.before.text || (told.num_shared ? "tokens that have no text" : "nothing: they differ from the first token on"))),
       side("a", "A", a), side("b", "B", b)]);
 }
 

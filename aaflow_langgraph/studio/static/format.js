@@ -3,6 +3,7 @@
 const whole = new Intl.NumberFormat("en");
 
 export const count = (number) => whole.format(number);
+export const tokens = (number) => `${count(number)} ${number === 1 ? "token" : "tokens"}`;
 export const percent = (part, all) => (all ? `${(Math.floor((1000 * part) / all) / 10).toFixed(1)} %` : "–");
 
 export function bytes(number) {
@@ -19,6 +20,9 @@ export function seconds(number) {
 }
 
 export const clock = (at_s) => new Date(1000 * at_s).toLocaleTimeString("en-GB");
+
+/** Text as it is set on the page: lines stay lines; what is obeyed instead of shown (control and direction characters) is a box. */
+export const plain = (text) => String(text).replaceAll("\r\n", "\n").replace(/(?![\n\t\u200c\u200d])[\p{C}\u2028\u2029]/gu, "\u25a1");
 
 /** A name in one line: what is no letter, digit, mark or sign (control and direction characters) shows as a box. */
 export function clean(text, most = 80) {

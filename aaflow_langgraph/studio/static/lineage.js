@@ -102,7 +102,7 @@ function box(node, width, act, focusable) {
   const state = id === act.picked ? "picked" : id === act.second ? "second" : "";
   const tokens = `${count(one.num_tokens)} tokens`;
   const letters = Math.floor((width - 56) / 7.1);
-  const label = `${named(one)}, ${one.operator}${one.is_exact === false ? ", approximate" : ""}, ${tokens}${one.num_children > 1 ? `, forked ${one.num_children} times` : ""}${one.num_missed ? `, ${count(one.num_missed)} computed again` : ""}`;
+  const label = `${named(one)}, ${one.operator}${one.is_exact === false ? ", approximate" : ""}, ${tokens}${one.num_children > 1 ? `, forked ${one.num_children} times` : ""}${one.num_missed ? `, ${count(one.num_missed)} could have been reused` : ""}`;
   return svg("g", { ...common, class: `node ${state} ${cold} ${one.is_exact === false ? "loose" : ""}`, "aria-label": label, "aria-pressed": id === act.picked, onclick: () => act.pick(id), onkeydown: (event) => press(event, () => act.pick(id)) },
     svg("title", {}, `${label}\n${id}`),
     svg("rect", { class: "box", width, height: HEIGHT, rx: 8 }),
@@ -116,7 +116,7 @@ function box(node, width, act, focusable) {
       svg("rect", { width: 44, height: 15, rx: 7.5 }), svg("text", { x: 22, y: 11, "text-anchor": "middle" }, `fork ${one.num_children > 99 ? "99+" : one.num_children}`)) : null);
 }
 
-/** Reused, computed again, prefilled, decoded: a thin line along the bottom. */
+/** Reused, could have been reused, prefilled, decoded: a thin line along the bottom. */
 function shares(one, width) {
   if (one.num_reused === null) return null;
   const missed = Math.min(one.num_missed, one.num_prefilled);
@@ -152,7 +152,7 @@ function walk(event, byId, picture) {
 
 export function legend() {
   const key = (kind, words) => h("li", {}, h("span", { class: `key ${kind}`, "aria-hidden": "true" }), words);
-  show(at("legend"), key("reused", "reused"), key("prefilled", "prefilled"), key("missed", "computed again"), key("decoded", "decoded"),
+  show(at("legend"), key("reused", "reused"), key("prefilled", "prefilled"), key("missed", "could have been reused"), key("decoded", "decoded"),
     h("li", {}, "■ materialize"), h("li", {}, "+ append"), h("li", {}, "✎ generate"), h("li", {}, "⊕ compose"), h("li", {}, "fork n: so many go on from it"), h("li", {}, "≈ dashed: approximate"),
     key("pool", "KV in this pool"), key("peer", "another process"), key("disk", "disk"), key("gone", "to be computed again"));
 }

@@ -2,7 +2,7 @@
 
 import { ask, Gone, Refused } from "./api.js";
 import { at, h, show } from "./dom.js";
-import { bytes, clean, count, percent, seconds } from "./format.js";
+import { bytes, clean, count, percent, plain, seconds } from "./format.js";
 import { drawLineage, legend, reveal } from "./lineage.js";
 import { drawCheckpoints, drawRequests, noTimeline } from "./timeline.js";
 import { drawTabs, TABS } from "./tables.js";
@@ -85,7 +85,7 @@ async function sums() {
   show(at("sums"),
     sum("prompt tokens served from KV", all ? percent(all.num_reused, all.num_context) : "–",
       all ? `${count(all.num_reused)} of ${count(all.num_context)}; ${percent(Math.min(all.num_reused, all.num_reusable), all.num_reusable)} of what was reusable` : "no request yet",
-      all ? bar([["reused", all.num_reused, "reused"], ["missed", all.num_missed, "computed again"], ["prefilled", Math.max(0, all.num_prefilled - all.num_missed), "prefilled"], ["decoded", all.num_decoded, "decoded"]], all.num_context + all.num_decoded, "tokens") : null),
+      all ? bar([["reused", all.num_reused, "reused"], ["missed", all.num_missed, "could have been reused"], ["prefilled", Math.max(0, all.num_prefilled - all.num_missed), "prefilled"], ["decoded", all.num_decoded, "decoded"]], all.num_context + all.num_decoded, "tokens") : null),
     sum("time to first token", all ? seconds(all.ttft_p50_s) : "–", all ? `median; 95 % within ${seconds(all.ttft_p95_s)}` : "no request yet"),
     sum("handles", count(overview.num_handles), `${count(overview.num_requests)} requests`),
     sum("pool", its ? percent(used, capacity) : "–", its ? `${bytes(used)} of ${bytes(capacity)}${its.disk_used_bytes ? `; disk ${bytes(its.disk_used_bytes)}` : ""}` : "", its ? bar([["pool", used, "bytes taken"]], capacity, "pool") : null),
@@ -255,7 +255,7 @@ function gone(error) {
 
 function alarm(words) {
   at("alert").hidden = !words;
-  if (at("alert").textContent !== words) at("alert").textContent = words;
+  if (at("alert").textContent !== plain(words)) at("alert").textContent = plain(words);
 }
 
 at("pause").addEventListener("click", () => {

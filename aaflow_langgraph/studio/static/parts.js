@@ -13,7 +13,7 @@ export function bar(parts, all, label) {
 
 export const tokensBar = (one) => bar([
   ["reused", one.num_reused, "reused"],
-  ["missed", Math.min(one.num_missed ?? 0, one.num_prefilled), "computed again"],
+  ["missed", Math.min(one.num_missed ?? 0, one.num_prefilled), "could have been reused"],
   ["prefilled", Math.max(0, one.num_prefilled - (one.num_missed ?? 0)), "prefilled"],
   ["decoded", one.num_decoded, "decoded"],
 ], one.num_reused + one.num_prefilled + one.num_decoded, "tokens");

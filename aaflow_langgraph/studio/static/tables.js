@@ -4,11 +4,11 @@ import { at, h, show } from "./dom.js";
 import { bytes, clean, clock, count, percent, seconds, short } from "./format.js";
 import { chip, empty, pager, table, tokensBar, whereBar } from "./parts.js";
 
-/** Fewer tokens than this are computed again at every seam: templates begin alike. */
+/** Fewer tokens than this are run at every seam: templates begin alike. */
 const NOTABLE = 16;
 
 const name = (text, instead = "–") => (text ? h("bdi", {}, clean(text, 40)) : h("span", { class: "dim" }, instead));
-const again = (number) => (number >= NOTABLE ? h("span", { class: "bad" }, count(number)) : h("span", { class: "dim" }, count(number)));
+const missed = (number) => (number >= NOTABLE ? h("span", { class: "bad" }, count(number)) : h("span", { class: "dim" }, count(number)));
 
 const sums = [
   { name: "requests", number: true, cell: (one) => count(one.num_requests) },
@@ -16,7 +16,7 @@ const sums = [
   { name: "reused", number: true, hint: "of the prompt tokens", cell: (one) => percent(one.num_reused, one.num_context) },
   { name: "of reusable", number: true, hint: "reused, of what had been computed before", cell: (one) => percent(Math.min(one.num_reused, one.num_reusable), one.num_reusable) },
   { name: "prefilled", number: true, cell: (one) => count(one.num_prefilled) },
-  { name: "computed again", number: true, hint: "had been computed before", cell: (one) => again(one.num_missed) },
+  { name: "could have been reused", number: true, hint: "prefilled, though another known prompt begins with the same tokens", cell: (one) => missed(one.num_missed) },
   { name: "decoded", number: true, cell: (one) => count(one.num_decoded) },
   { name: "TTFT p50", number: true, cell: (one) => seconds(one.ttft_p50_s) },
   { name: "p95", number: true, cell: (one) => seconds(one.ttft_p95_s) },
@@ -38,7 +38,7 @@ const requestColumns = (act) => [
   { name: "handle", cell: (one) => chip(one, act.pick, `r${one.number}`) },
   { name: "tokens", cell: tokensBar },
   { name: "reused", number: true, cell: (one) => `${count(one.num_reused)} / ${count(one.num_context)}` },
-  { name: "computed again", number: true, cell: (one) => again(one.num_missed) },
+  { name: "could have been reused", number: true, cell: (one) => missed(one.num_missed) },
   { name: "TTFT", number: true, cell: (one) => seconds(one.ttft_s) },
   { name: "total", number: true, cell: (one) => seconds(one.total_s) },
   { name: "", cell: (one) => (one.num_prefilled > 0 ? h("button", { type: "button", class: "plain", "data-key": `why-${one.number}`, "aria-label": `Why request ${one.number} prefilled`, onclick: () => act.why(one) }, "why?") : null) },
@@ -78,7 +78,7 @@ const movementColumns = (act) => [
 export const TABS = {
   nodes: { title: "Nodes and edges", asks: "profile", draw: (told) => profile(told) },
   requests: { title: "Requests", asks: "requests", paged: true, draw: (told, act) => listed(told, told.requests, requestColumns(act), act, "No request yet.") },
-  misses: { title: "Misses", asks: "requests", paged: true, options: { missed: 1 }, draw: (told, act) => listed(told, told.requests, requestColumns(act), act, "Nothing that had been computed before was computed again.") },
+  misses: { title: "Misses", asks: "requests", paged: true, options: { missed: 1 }, draw: (told, act) => listed(told, told.requests, requestColumns(act), act, "All that could have been reused was.") },
   handles: { title: "Handles", asks: "handles", paged: true, searches: true, draw: (told, act) => listed(told, told.handles, handleColumns(act), act, "No handle is found.") },
   movements: { title: "Evictions and transfers", asks: "movements", paged: true, draw: (told, act) => listed(told, told.movements, movementColumns(act), act, "Nothing left the pool and nothing was fetched.") },
   rejected: { title: "Rejected edits", asks: "rejected", draw: (told) => (told.rejected.length ? table(rejectedColumns, told.rejected, "Newest first") : empty("Every value that was written to a key for handles was taken.")) },
