@@ -41,7 +41,7 @@ def entry_document(entry: Entry, lineage: Lineage) -> dict[str, Any]:
 
 
 def num_missed(entry: Entry) -> int:
-    """Tokens that had been computed before and were computed again."""
+    """Tokens that were prefilled though a known prompt begins with the same: they could have been reused."""
     return max(0, entry.num_reusable - entry.num_reused)
 
 

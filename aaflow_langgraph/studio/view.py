@@ -30,7 +30,7 @@ _AROUND = 40
 """Token ids on each side of a difference."""
 
 FEWEST_TOKENS = 16
-"""Fewer tokens computed again are called no miss: templates begin alike, and tokens at the seams are always run again."""
+"""Fewer tokens that could have been reused are called no miss: templates begin alike, and tokens at the seams are always run again."""
 
 _BUCKETS = 240
 """Cells of the map of a pool."""
@@ -145,7 +145,7 @@ class View:
         }
 
     def requests(self, *, offset: int, limit: int, thread: str = "", missed: bool = False) -> dict[str, Any]:
-        """Requests, newest first; with ``missed`` only those that computed again what had been computed before."""
+        """Requests, newest first; with ``missed`` only those that could have reused more."""
         facts, lineage = self._look()
         found = [entry for entry in reversed(facts.entries) if not thread or entry.thread == thread]
         if missed:
@@ -207,7 +207,7 @@ class View:
         }
 
     def why_missed(self, number: int) -> dict[str, Any]:
-        """Why a request computed again what had been computed before."""
+        """Why a request reused no more."""
         told = self.source.why_missed(number, with_text=not self.metadata_only)
         if told is None:
             raise UnknownHandle(f"request {number} is not remembered (any more), or nobody counts requests here")
