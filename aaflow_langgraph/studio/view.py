@@ -30,7 +30,7 @@ _AROUND = 40
 """Token ids on each side of a difference."""
 
 FEWEST_TOKENS = 16
-"""Fewer tokens that could have been reused are called no miss: templates begin alike, and tokens at the seams are always run again."""
+"""Fewer tokens that could have been reused are no miss: templates begin alike, and tokens at the seams are always run again."""
 
 _BUCKETS = 240
 """Cells of the map of a pool."""
