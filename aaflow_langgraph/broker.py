@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from aaflow_langgraph.composing import Composing
-from aaflow_langgraph.composite import ComposePolicy, KVComposite, Rung, is_composite_shaped
+from aaflow_langgraph.composite import ComposePolicy, KVComposite, Rung, coerce_segment, is_composite_shaped
 from aaflow_langgraph.engine.cache_adapter import refuse_foreign_cache
 from aaflow_langgraph.engine.sampling import Sampling
 from aaflow_langgraph.engine.transformers import TransformersEngine
@@ -315,7 +315,7 @@ class KVBroker:
             raise ConfigError(f"gate must be text of at most 200 characters, got {gate!r:.80}")
         how = self._how(deterministic, label, cancel, kv)
         policy = ComposePolicy(exact=exact, rung=rung, k=k, r=r, max_deviation=max_deviation)
-        if _is_composite(segments):
+        if is_composite_shaped(segments):
             composite = KVComposite.coerce(segments)
             if policy != ComposePolicy() and not exact:
                 raise ConfigError(
@@ -330,7 +330,7 @@ class KVBroker:
                 raise ConfigError(f"segments must be a list of handles, got {type(segments).__name__}")
             if not segments:
                 raise NotComposable("there is nothing to compose: no segment was given; pass at least one handle")
-            inner = [KVComposite.coerce(one).policy for one in segments if _is_composite(one)]
+            inner = [KVComposite.coerce(one).policy for one in segments if is_composite_shaped(one)]
             composite = KVComposite.joined([self._segment(one) for one in segments], policy.stricter(inner))
         recipes = [self._known(child) for child in composite.kv_children]
         labels = [child.kv_label for child in composite.kv_children]
@@ -510,7 +510,7 @@ class KVBroker:
             extension,
             sampling,
             self._how(deterministic, label, cancel, kv),
-            text=prompt,
+            text=lambda: prompt,
             seed_name=known.kv_id if known else "",
             seed_path=seed_path,
             end_of_turn=self.engine.frame.end_of_turn,
@@ -594,14 +594,14 @@ class KVBroker:
         self._check_open()
         for kv_id in near if how.kv else ():
             self.find_recipe(kv_id)
-        nearest = self.nearest(ids) if how.kv else Nearest(None, 0)
+        nearest = self._recipes.nearest(self._store.sequence(ids)) if how.kv else Nearest(None, 0)
         known = self._recipes.find(nearest.kv_id) if nearest.kv_id else None
         yield from self._requests.stream(
             known,
             Extension(ids, tuple(turns), nearest.num_shared),
             sampling,
             how,
-            text=self.engine.frame.decode(ids) if self._previews else "",
+            text=lambda: self.engine.frame.decode(ids),
             seed_name="",
             seed_path=seed_path,
             end_of_turn=lambda *_: end,
@@ -1053,9 +1053,10 @@ class KVBroker:
     def _segment(self, handle: HandleLike) -> KVHandle:
         """Anything that claims to be a handle as one; a composite is materialised."""
         refuse_foreign_cache(handle)
-        if _is_composite(handle):
-            return self.compose(KVComposite.coerce(handle), label=KVComposite.coerce(handle).kv_label).handle
-        return KVHandle.coerce(handle)
+        segment = coerce_segment(handle)
+        if isinstance(segment, KVComposite):
+            return self.compose(segment, label=segment.kv_label).handle
+        return segment
 
     def _chores(self) -> None:
         """In the background: recipes to disk, and to an index that forgot them."""
@@ -1097,10 +1098,6 @@ async def _cancellable(
     except asyncio.CancelledError:
         stop.set()
         raise
-
-
-def _is_composite(value: Any) -> bool:
-    return isinstance(value, KVComposite) or is_composite_shaped(value)
 
 
 def _checked(sampling: Sampling | None) -> Sampling:

@@ -17,7 +17,7 @@ from aaflow_langgraph.compose.audit import audit
 from aaflow_langgraph.compose.cost import costs_of
 from aaflow_langgraph.compose.ladder import THRESHOLD, Climb, climb, predict
 from aaflow_langgraph.compose.work import Work
-from aaflow_langgraph.composite import APPROXIMATE_RUNGS, EXACT_RUNGS, KVComposite, joint_digest
+from aaflow_langgraph.composite import EXACT_RUNGS, KVComposite, joint_digest
 from aaflow_langgraph.engine.mixed import Mixed
 from aaflow_langgraph.engine.rotary import rotation_of
 from aaflow_langgraph.engine.transformers import TransformersEngine
@@ -105,7 +105,8 @@ class Composing:
         if self._recipes.is_exact(recipe) and not self._recipes.sequence(recipe.kv_id).joints:
             return self._requests.handle(recipe, how, "")
         ids = self._recipes.sequence(recipe.kv_id).token_ids
-        return self._from_nearest(ids, recipe.turns, how).handle
+        near = self._recipes.nearest(self._store.sequence(ids))
+        return self._from_nearest(ids, near, recipe.turns, how).handle
 
     def _exactly(self, made: _Composing) -> Composed:
         """The tokens of a composite, computed as one sequence: an ordinary handle."""
@@ -119,7 +120,7 @@ class Composing:
         before = time.perf_counter()
         predicted = self._predicted(made, near.num_shared) if how.kv else {}
         paused_s = time.perf_counter() - before
-        prefilled = self._from_nearest(ids, made.assembly.turns, how, anew=policy.rung == "dense")
+        prefilled = self._from_nearest(ids, near, made.assembly.turns, how, anew=policy.rung == "dense")
         recipe = self._recipes.find(prefilled.handle.kv_id)
         assert recipe is not None
         num_reused, num_run = prefilled.usage.num_reused, prefilled.usage.num_prefilled
@@ -152,10 +153,9 @@ class Composing:
         }
 
     def _from_nearest(
-        self, ids: tuple[int, ...], turns: tuple[Turn, ...], how: How, *, anew: bool = False
+        self, ids: tuple[int, ...], near: Nearest, turns: tuple[Turn, ...], how: How, *, anew: bool = False
     ) -> Prefilled:
         """Prefill behind the nearest known prefix."""
-        near = self._recipes.nearest(self._store.sequence(ids))
         parent = self._recipes.find(near.kv_id) if near.kv_id and not anew else None
         operator: Operator = "materialize" if parent is None or near.num_shared < parent.stop else "append"
         return self._requests.prefill(
@@ -192,7 +192,7 @@ class Composing:
                 climbed = Climb("prefix", 0, 0.0, predicted_s={**predict(work, costs, 0, 0.0), "prefix": 0.0})
             else:
                 climbed = climb(work, made.composite.policy, costs)
-            num_run, before = work.num_run, time.perf_counter()
+            num_run, before = len(work.ran), time.perf_counter()
             done.append((climbed, num_run, audit(work) if audited and work.moved else None))
             paused_s.append(time.perf_counter() - before)
 
@@ -211,8 +211,7 @@ class Composing:
             )
             if session.position < first.stop:
                 session.prefill(first.stop)
-            if session.pieces and session.pieces[-1].stop > first.stop - first.num_pending and first.num_pending:
-                session.split(len(ids) - first.stop)
+                session.split(len(ids) - first.stop)  # its own last tokens are not part of what is composed
             self._requests.composer.fill(session, ids, copied, whole, run)
             session.seal(sequence, len(ids))
         climbed, num_run, audited_as = done[-1]
@@ -277,15 +276,12 @@ class Composing:
     ) -> ComposeReport:
         policy, assembly = made.composite.policy, made.assembly
         num_standing = len(assembly.first.token_ids) + sum(one.stop - one.start for one in assembly.copied)
-        is_exact = climbed.rung not in APPROXIMATE_RUNGS and (
-            recipe.composition is None or self._recipes.is_exact(made.assembly.first.recipe)
-        )
         return ComposeReport(
             rung=climbed.rung,
             requested=policy.rung,
             k=climbed.k,
             r=climbed.r,
-            exact=is_exact and (recipe.composition is not None or self._recipes.is_exact(recipe)),
+            exact=self._recipes.is_exact(recipe),
             num_segments=len(made.children),
             num_tokens=len(assembly.token_ids),
             num_left_out=sum(child.stop for child in made.children) - num_standing,

@@ -281,14 +281,14 @@ def coerce_segment(value: Any) -> KVHandle | KVComposite:
     Raises:
         MalformedHandle: ``value`` is none of them. Way out: fail.
     """
-    if isinstance(value, KVComposite) or is_composite_shaped(value):
+    if is_composite_shaped(value):
         return KVComposite.coerce(value)
     return KVHandle.coerce(value)
 
 
 def is_composite_shaped(value: Any) -> bool:
-    """Does a mapping claim to be a composite? Whether it is one, ``KVComposite.coerce`` says."""
-    return isinstance(value, Mapping) and "kv_child_ids" in value
+    """Is it a composite, or a mapping that claims to be one? Whether it is, ``KVComposite.coerce`` says."""
+    return isinstance(value, KVComposite) or (isinstance(value, Mapping) and "kv_child_ids" in value)
 
 
 def joint_digest(namespace: str, composite_id: str) -> str:

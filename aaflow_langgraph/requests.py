@@ -147,7 +147,7 @@ class Requests:
         sampling: Sampling,
         how: How,
         *,
-        text: str,
+        text: Callable[[], str],
         seed_name: str,
         seed_path: str,
         end_of_turn: EndOfTurn,
@@ -156,7 +156,7 @@ class Requests:
         """Generate behind ``extension``: every ``TokenDelta`` as it is known, then the ``Generation``.
 
         Args:
-            text: The prompt for the preview.
+            text: The prompt for the preview; asked for behind the last token, and only where there are previews.
             seed_name: What a seed is derived from, beside tokens, settings and ``seed_path``.
         """
         self._engine.check_fits(len(extension.token_ids), sampling.max_tokens)
@@ -201,7 +201,7 @@ class Requests:
             )
         self._note(begun, recipe, how, usage, num_prompt - 1)
         yield Generation(
-            handle=self.handle(recipe, how, f"{text} {answer.text}"),
+            handle=self.handle(recipe, how, f"{text()} {answer.text}" if self._previews else ""),
             text=answer.text,
             token_ids=tuple(ids),
             finish_reason="length" if finish == "length" else "stop",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -20,6 +21,8 @@ from aaflow_langgraph.inflight import Claim
 from aaflow_langgraph.model import BLOCK_TOKENS, Receipt
 from aaflow_langgraph.store import ExtentStore, TokenSequence
 from aaflow_langgraph.tail import PoolTail
+
+Result = TypeVar("Result")
 
 _MAX_FAILURES = 3
 """So often a past is rebuilt under leases; after that the request computes it in memory of its own."""
@@ -162,18 +165,8 @@ class Session:
         what it read was lost meanwhile, and may raise ``LeaseExpired`` to say so itself.
         """
         tail = self._live_tail
-        length = tail.length
-        while True:
-            self.tick()
-            tail.ensure(stop - tail.start)
-            try:
-                write(Mixed(tuple(self._pieces), tail.kv[..., : stop - tail.start, :], tail.start))
-                self.verify()
-                break
-            except LeaseExpired:
-                self.num_failures += 1
-                tail.length = length
-                self._rebuild(tail)
+        tail.ensure(stop - tail.start)
+        self._guarded(lambda _: write(Mixed(tuple(self._pieces), tail.kv[..., : stop - tail.start, :], tail.start)))
         tail.length = stop - tail.start
         self._grid = None
         self._run = self._engine.start(self._pieces, tail, grid=None)
@@ -259,18 +252,18 @@ class Session:
             raise ValueError("the session is not running: begin it first; after seal it is over")
         return self._tail
 
-    def _guarded(self, forward: Callable[[Run], torch.Tensor]) -> torch.Tensor:
-        """A forward whose reads were valid from beginning to end (I7)."""
+    def _guarded(self, forward: Callable[[Run], Result]) -> Result:
+        """A forward whose reads were valid from beginning to end (I7); also one that finds out itself that they were not."""
         tail = self._live_tail
         length = tail.length
         while True:
             self.tick()
             if self._run is None:
                 raise ValueError("the session is not running")
-            logits = forward(self._run)
             try:
+                result = forward(self._run)
                 self.verify()
-                return logits
+                return result
             except LeaseExpired:
                 self.num_failures += 1
                 tail.length = length

@@ -54,9 +54,8 @@ def climb(work: Work, policy: ComposePolicy, costs: Costs) -> Climb:
     rung: str = policy.rung
     predicted = predict(work, costs, k, r)
     if rung == "auto":
-        if policy.max_deviation is not None and work.moved:
-            work.run(work.new)
-            found = measure(work, work.moved)
+        found = _measured(work) if policy.max_deviation is not None else None
+        if found is not None:
             rung, k, r, predicted = _cheapest(work, policy, costs, found)
         else:
             rung = "legolink" if predicted["legolink"] < predicted["suffix"] else "suffix"
@@ -65,14 +64,8 @@ def climb(work: Work, policy: ComposePolicy, costs: Costs) -> Climb:
     if rung == "legolink":
         _note(made, work, legolink.positions(work, k), found, threshold)
     elif rung == "blend":
-        if found is None and work.moved:
-            work.run(work.new)
-            found = measure(work, work.moved)
-        if found is not None:
-            blend.keep_checked(work, r, found)
-            _note(made, work, blend.positions(work, r, found), found, threshold)
-        else:
-            work.run(work.new)
+        found = found or _measured(work)
+        _note(made, work, _blended(work, r, found), found, threshold)
     else:
         work.run(dense.positions(work))
     return made
@@ -82,13 +75,26 @@ def again(work: Work, rung: str, k: int, r: float) -> None:
     """The same once more, from a recipe."""
     if rung == "legolink":
         work.run(legolink.positions(work, k))
-    elif rung == "blend" and work.moved:
-        work.run(work.new)
-        found = measure(work, work.moved)
-        blend.keep_checked(work, r, found)
-        work.run(blend.positions(work, r, found))
+    elif rung == "blend":
+        work.run(_blended(work, r, _measured(work)))
     else:
         work.run(dense.positions(work))
+
+
+def _measured(work: Work) -> Deviations | None:
+    """How far every moved token is off, new ones in their places; None where nothing was moved."""
+    if not work.moved:
+        return None
+    work.run(work.new)
+    return measure(work, work.moved)
+
+
+def _blended(work: Work, r: float, found: Deviations | None) -> list[int]:
+    """What blend runs, after it has kept what it measured."""
+    if found is None:
+        return work.new
+    blend.keep_checked(work, r, found)
+    return blend.positions(work, r, found)
 
 
 def _cheapest(

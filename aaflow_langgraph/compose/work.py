@@ -27,7 +27,7 @@ class Work:
         mixed: Its KV: the past in front, and rows, of which those of ``segments`` hold moved KV.
         start: First position that is composed; rows may begin before it.
         segments: Positions of the moved spans, in order.
-        num_run: Tokens that were run through all layers, so far.
+        ran: Positions that were run through all layers so far.
         tick: Called between chunks; may raise to stop.
     """
 
@@ -36,7 +36,7 @@ class Work:
     mixed: Mixed
     start: int
     segments: tuple[Span, ...]
-    num_run: int = 0
+    ran: set[int] = field(default_factory=set)
     tick: Callable[[], None] = field(default=lambda: None)
 
     @property
@@ -57,7 +57,7 @@ class Work:
             chunk = ordered[start : start + BLOCK_TOKENS]
             self.tick()
             run_at(self.engine, [self.token_ids[at] for at in chunk], chunk, self.mixed)
-        self.num_run += len(ordered)
+        self.ran.update(ordered)
 
     def check(self, positions: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values ``[H, T, D]`` of layer 1 as the tokens at ``positions`` have them in this context."""

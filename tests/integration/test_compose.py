@@ -227,6 +227,10 @@ def test_branches_that_end_with_an_answer_keep_the_templates_frame(open_broker: 
         ]
     )
     assert [turn.role for turn in broker.recipe(composed.handle).turns] == ["user", "assistant"] * 2
+    # A token of the frame that was run twice is one token.
+    for options in ({"rung": "blend", "r": 1.0}, {"max_deviation": 0.0}):
+        report = broker.compose([left.handle, right.handle], **options).report  # type: ignore[arg-type]
+        assert report.num_recomputed == report.num_tokens - report.num_shared
     assert torch.allclose(logits_behind(broker, composed.handle), dense_logits(broker, composed.handle), atol=1e-4)
 
 
