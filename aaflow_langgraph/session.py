@@ -221,6 +221,8 @@ class Session:
         What several requests share (a rebuilt parent) must not be buried in the extent of one of them.
         """
         tail, stop = self._live_tail, self.position
+        if tail.length <= self._num_copied:
+            return  # nothing was computed; an extent of no tokens would end the process in the attention kernel
         if self.seal(self._sequence, stop):
             record = self._held[-1].records[0]
             self._pieces.append(self._store.piece(record, tail.start, stop))

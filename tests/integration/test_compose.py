@@ -238,6 +238,15 @@ def tiny_chat(turns: list[tuple[str, str]]) -> str:
     return "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in turns)
 
 
+def test_branches_with_an_answer_can_be_joined_again_in_another_way(open_broker: Open) -> None:
+    """The first join computed the first branch's last tokens, so the second finds nothing left to compute in front of it."""
+    broker = open_broker("llama")
+    base = broker.prefill(prose(100)).handle
+    branches = [broker.generate(ask, parent=base, sampling=FEW).handle for ask in ("left?", "right?")]
+    composed = [broker.compose(branches, rung="legolink", k=k).handle for k in (1000, 999)]
+    assert torch.equal(logits_behind(broker, composed[0]), logits_behind(broker, composed[1]))
+
+
 def test_raw_segments_follow_one_another(open_broker: Open) -> None:
     broker = open_broker("llama")
     segments = [tuple(range(10 * n + 5, 10 * n + 15)) for n in range(3)]
