@@ -1,26 +1,22 @@
 """Bytes of a file into memory, hashed on the way. Knows files and buffers; knows no format.
 
-Measured, page cache to touched memory, extents of 16 MiB, 2 shared cores: one mapped copy 9.5 GB/s, ``preadv`` 6, xxh3-128
-27. Mapping a window at once, then copying and hashing 512 KiB at a time, keeps 0.94 of the mapped copy: the hash finds what
-was copied in the cache. Larger pieces leave it, smaller ones pay for calls, and a second thread for the hash costs more in
-hand-over than it wins.
+Pieces of one MiB are read to where they belong and hashed there while the CPU's cache has them. Measured against a mapped
+copy of the same file without a hash, page cache to touched memory, interleaved (ext4, Linux 6.18, 2 shared cores, 1 MiB of L2
+each): files of 1 MiB 1.0 to 1.2 of its speed, 16 MiB 1.0, 128 MiB 1.0; in pieces of 512 KiB 0.95, of 128 KiB 0.85, of 4 MiB
+0.95. A mapping costs more than it saves: page faults, or one call that fills it, take as long as the copy (0.7 to 0.9). What
+the page cache does not have is read 1.1 to 2.9 times as fast as by a mapping: one call asks for a whole piece.
 """
 
 from __future__ import annotations
 
 import errno
-import mmap
 import os
-from typing import Any
 
-import numpy as np
 import xxhash
 
 from aaflow_langgraph.errors import IntegrityError
 
-PIECE_BYTES = 512 << 10
-_WINDOW_BYTES = 16 << 20
-_MADV_POPULATE_READ = 22  # Linux 5.14; Python does not name it
+PIECE_BYTES = 1 << 20
 
 DAMAGED = frozenset({errno.EIO, errno.EFAULT, errno.EBADMSG, errno.EUCLEAN})
 """What a file system answers when the bytes are lost; everything else may pass."""
@@ -36,23 +32,10 @@ def read_checked(fd: int, offset: int, into: memoryview) -> str:
         OSError: The file cannot be read.
     """
     state = xxhash.xxh3_128()
-    if not into.nbytes:
-        return state.hexdigest()
-    mapping = _map(fd, offset + into.nbytes)
-    source: Any = np.frombuffer(mapping or b"", dtype=np.uint8)
-    target: Any = np.frombuffer(into, dtype=np.uint8)
-    for start in range(0, into.nbytes, _WINDOW_BYTES):
-        stop = min(start + _WINDOW_BYTES, into.nbytes)
-        mapped = mapping is not None and _populate(mapping, offset + start, offset + stop)
-        if not mapped:
-            _pread(fd, offset + start, into[start:stop])
-        for at in range(start, stop, PIECE_BYTES):
-            end = min(at + PIECE_BYTES, stop)
-            if mapped:
-                np.copyto(
-                    target[at:end], source[offset + at : offset + end]
-                )  # without the GIL, unlike a slice of a memoryview
-            state.update(into[at:end])
+    for start in range(0, into.nbytes, PIECE_BYTES):
+        piece = into[start : start + PIECE_BYTES]
+        _pread(fd, offset + start, piece)
+        state.update(piece)
     return state.hexdigest()
 
 
@@ -65,29 +48,6 @@ def checksum(fd: int, offset: int, num_bytes: int) -> str:
         _pread(fd, offset + start, part)
         state.update(part)
     return state.hexdigest()
-
-
-def _map(fd: int, num_bytes: int) -> mmap.mmap | None:
-    """None where that fails: too short a file, no memory, a file system without mappings. ``pread`` says what it is.
-
-    Never closed by hand: arrays over it may live on in a traceback, and the last of them unmaps it.
-    """
-    try:
-        return mmap.mmap(fd, num_bytes, access=mmap.ACCESS_READ)
-    except (OSError, ValueError):
-        return None
-
-
-def _populate(mapping: mmap.mmap, start: int, stop: int) -> bool:
-    """Map the pages of a range now. False where that fails: an old kernel, or a page that the disk does not give, which
-    would be a SIGBUS at its first use and is an error number for ``pread``.
-    """
-    start -= start % mmap.PAGESIZE
-    try:
-        mapping.madvise(_MADV_POPULATE_READ, start, stop - start)
-    except OSError:
-        return False
-    return True
 
 
 def _pread(fd: int, offset: int, into: memoryview) -> None:
