@@ -48,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     evict = bench.add_parser("evict", help="hit rates of eviction policies on traces, beside what could be hit")
     attach = bench.add_parser("attach", help="what it costs to reach KV that another process holds")
     share = bench.add_parser("share", help="what several processes of one host pay for one context")
-    agents = bench.add_parser("agents", help="N agents on one context: handles against text passing and copied caches")
+    agents = bench.add_parser("agents", help="N agents on one context: handles beside what else could be run")
     resume = bench.add_parser("resume", help="what a restart costs a thread whose KV was kept beside its checkpoints")
     compose = bench.add_parser("compose", help="joining documents: what every rung costs and does to the answer")
     shapes = bench.add_parser("shapes", help="how much of what six kinds of message applications could reuse is reused")
@@ -68,12 +68,22 @@ def _parser() -> argparse.ArgumentParser:
     share.add_argument("--context", type=_count, default=4096, help="shared tokens (default 4096, cut to the window)")
     share.add_argument("--workers", type=_count, default=4, help="processes (default 4)")
     share.add_argument("--rounds", type=_rounds, default=30, help="first attaches per worker, at least 5 (default 30)")
-    agents.add_argument("--agents", type=_counts, default=[16], help="comma-separated (default 16)")
-    agents.add_argument("--context", type=_count, default=4096, help="shared tokens (default 4096, cut to the window)")
+    agents.add_argument("--agents", type=_counts, nargs="+", default=[[16]], help="one or several (default 16)")
+    agents.add_argument(
+        "--context", type=_counts, nargs="+", default=[[4096]], help="shared tokens, cut to the window (default 4096)"
+    )
     agents.add_argument("--new", type=_count, default=16, help="tokens of each question (default 16)")
     agents.add_argument("--output", type=_count, default=16, help="tokens each agent generates (default 16)")
-    agents.add_argument("--rounds", type=_rounds, default=5, help="rounds of batched handles, at least 5 (default 5)")
+    agents.add_argument(
+        "--rounds", type=_rounds, default=5, help="of text-serial, deepcopy-batched and vllm, at least 5 (default 5)"
+    )
     agents.add_argument("--slow-rounds", type=_count, default=1, help="rounds of every other side (default 1)")
+    agents.add_argument("--sides", nargs="+", default=None, metavar="SIDE", help="beside handles-batched; default all")
+    agents.add_argument(
+        "--whole", action="store_true", help="run all agents of the sides that otherwise run some; takes long"
+    )
+    agents.add_argument("--svg", default=None, metavar="PATH", help="draw the result there (needs matplotlib)")
+    agents.add_argument("--markdown", default=None, metavar="PATH", help="write the tables there")
     resume.add_argument("--context", type=_count, default=4096, help="kept tokens (default 4096, cut to the window)")
     resume.add_argument("--rounds", type=_count, default=5, help="restarts (default 5)")
     shapes.add_argument("--turns", type=_count, default=10, help="of every application (default 10)")
@@ -283,20 +293,40 @@ def _bench_disk(arguments: argparse.Namespace) -> int:
 
 def _bench_agents(arguments: argparse.Namespace, versions: dict[str, str]) -> int:
     from aaflow_langgraph.assets import demo_model
-    from aaflow_langgraph.bench import agents
+    from aaflow_langgraph.bench import agents, agents_plot, agents_report, compose_plot, lineup
     from aaflow_langgraph.engine.transformers import TransformersEngine
+    from aaflow_langgraph.errors import ConfigError
 
+    names = arguments.sides or lineup.NAMES
+    if unknown := [name for name in names if name not in lineup.NAMES]:
+        raise ConfigError(f"there is no side {unknown[0]!r}; there are {', '.join(lineup.NAMES)}")
+    picture = Path(arguments.svg) if arguments.svg else None
+    if picture:
+        compose_plot.check_plot(picture)
+    page = Path(arguments.markdown) if arguments.markdown else None
+    if page and not page.parent.is_dir():
+        raise ConfigError(f"--markdown {page}: there is no folder {page.parent}; make it, or name another")
     engine = TransformersEngine.load(arguments.model or demo_model(), dtype=arguments.dtype, device="cpu")
     document = agents.run(
         engine,
-        arguments.agents,
-        arguments.context,
+        [count for some in arguments.agents for count in some],
+        [tokens for some in arguments.context for tokens in some],
         arguments.new,
         arguments.output,
         arguments.rounds,
         arguments.slow_rounds,
+        names,
+        whole=arguments.whole,
     )
-    agents.report(document, engine, versions)
+    if picture:
+        agents_plot.draw(document, picture)
+    if page:
+        agents_report.write_markdown(document, page)
+    model = engine.namespace
+    agents_report.report(
+        document,
+        {"model": model.model, "dtype": model.dtype, "read_path": engine.read_path, "versions": versions},
+    )
     return 0
 
 

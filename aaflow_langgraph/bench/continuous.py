@@ -10,6 +10,8 @@ import logging
 import time
 from typing import Any
 
+import torch
+
 from aaflow_langgraph.bench.sides import NotRun, Outcome, Task
 from aaflow_langgraph.engine.transformers import TransformersEngine
 
@@ -22,7 +24,7 @@ class Continuous:
     def __init__(self, engine: TransformersEngine, task: Task, most_agents: int) -> None:
         self.name = "hf-continuous"
         self.is_serial = False
-        self.note = "generate_batch, warm: the context's whole blocks are in its cache"
+        self.note = "generate_batch, warm: the context's whole blocks are in its cache; it hands out no distribution"
         self.computed: tuple[str, ...] = ("kv_bytes",)
         self._engine = engine
         self._task = task
@@ -52,6 +54,9 @@ class Continuous:
         shared = num_context // _PAGE_TOKENS
         own = -(-(num_context + self._task.new + self._task.output) // _PAGE_TOKENS) - shared
         return self._engine.layout.num_bytes((shared + num_agents * own) * _PAGE_TOKENS)
+
+    def first_logprobs(self, number: int) -> torch.Tensor | None:
+        """Nothing: its results have no distribution."""
 
     def close(self) -> None:
         """End its thread and give its cache back."""

@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import operator
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Annotated, Any, TypedDict
 
+import torch
 from langchain_core.runnables import RunnableConfig
 from langgraph.graph import END, START, StateGraph
 from langgraph.types import Send
 
-from aaflow_langgraph.bench.sides import Outcome, Task
+from aaflow_langgraph.bench.sides import NotRun, Outcome, Task
 from aaflow_langgraph.broker import KVBroker
 from aaflow_langgraph.engine.sampling import Sampling
 from aaflow_langgraph.engine.transformers import TransformersEngine
@@ -56,13 +59,17 @@ class Handles:
         room = 2 * (len(task.context_ids) + 4096) + most_agents * 2 * (task.new + task.output + 256)
         self.broker = KVBroker.open(engine, pool_bytes=engine.layout.num_bytes(room))
         self._graph = _graph(self.broker, task.output)
-        started = time.process_time()
+        self._first: dict[int, torch.Tensor] = {}
+        self._num_agents = 1
+        started, cpu = time.perf_counter(), time.process_time()
         self._docs = self._invoke([])["docs"]
-        self.prefill_cpu_s = time.process_time() - started
+        self.prefill_cpu_s, self.prefill_s = time.process_time() - cpu, time.perf_counter() - started
 
     def run(self, num_agents: int) -> Outcome:
         """One run of the graph with this many agents."""
         questions = list(self._task.questions[:num_agents])
+        if num_agents != self._num_agents:
+            self._num_agents, self._first = num_agents, {}
         started, cpu = time.perf_counter(), time.process_time()
         answers: list[_Answer] = sorted(self._invoke(questions)["answers"], key=lambda answer: answer["agent"])
         total_s, cpu_s = time.perf_counter() - started, time.process_time() - cpu
@@ -77,6 +84,31 @@ class Handles:
     def kv_bytes(self, num_agents: int) -> int:
         """Peak of the pool up to now: right when the numbers of agents are measured in ascending order."""
         return self.broker.stats().pool_peak_bytes
+
+    def first_logprobs(self, number: int) -> torch.Tensor | None:
+        """Of the questions of the last run, asked one by one, or all at once where this side batches."""
+        if not self._first:
+            ask = partial(self.broker.first_logits, self._docs)
+            asked = self._task.question_ids[: self._num_agents]
+            with ThreadPoolExecutor(len(asked) if self._is_batched else 1) as pool:
+                self._first = dict(enumerate(pool.map(ask, asked)))
+        logits = self._first.get(number)
+        return None if logits is None else logits.float().cpu().log_softmax(-1)
+
+    def single_stream(self, num_tokens: int) -> float:
+        """See ``Streaming``. Without a graph around it: the rate is one of steps."""
+        if num_tokens < 2:
+            raise NotRun("one token has no decode step behind it")
+        times: list[float] = []
+        made = self.broker.generate(
+            self._task.questions[0],
+            parent=self._docs,
+            raw=True,
+            sampling=Sampling(max_tokens=num_tokens),
+            on_token=lambda _: times.append(time.perf_counter()),
+        )
+        self._forget([made.handle])
+        return (num_tokens - 1) / (times[-1] - times[0])
 
     def close(self) -> None:
         """Give the pool back."""

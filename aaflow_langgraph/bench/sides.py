@@ -1,24 +1,19 @@
-"""What a user of transformers runs instead of handles: the sides of ``bench agents`` without a broker.
+"""What the sides of ``bench agents`` share: the task that all of them are given, what a run of one says, and the contract.
 
-All of them use the engine's own weights through the model's own modules and attention, greedy, a fixed number of tokens and
-no end of sequence. All prompts are equally long, so a padded batch pads nothing: its best case.
+Greedy, a fixed number of tokens, no end of sequence, and prompts that are all equally long. Knows no way to run an agent.
 """
 
 from __future__ import annotations
 
-import copy
 import random
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-from transformers import DynamicCache, GenerationConfig
-from transformers.generation.streamers import BaseStreamer
+from transformers import GenerationConfig
 
-from aaflow_langgraph.engine.cache_adapter import cache_keyword
 from aaflow_langgraph.engine.transformers import TransformersEngine
 from aaflow_langgraph.errors import ConfigError
 
@@ -45,7 +40,8 @@ class Task:
 class Outcome:
     """One run of a side: the token ids of each agent, seconds from the side's start to each agent's first token.
 
-    ``own_ttft_s`` is the mean time from an agent's own start to its first token, where agents wait in line.
+    ``own_ttft_s`` is the mean time from an agent's (or a batch's) own start to its first token, where agents wait in line.
+    ``numbers`` are those of the agents that were run; empty: the first ones.
     """
 
     token_ids: tuple[tuple[int, ...], ...]
@@ -53,6 +49,12 @@ class Outcome:
     total_s: float
     cpu_s: float
     own_ttft_s: float = 0.0
+    numbers: tuple[int, ...] = ()
+
+    @property
+    def answers(self) -> dict[int, tuple[int, ...]]:
+        """Token ids by agent."""
+        return dict(zip(self.numbers or range(len(self.token_ids)), self.token_ids, strict=True))
 
 
 class Side(Protocol):
@@ -64,13 +66,35 @@ class Side(Protocol):
     computed: tuple[str, ...]
 
     def run(self, num_agents: int) -> Outcome:
-        """Run the first ``num_agents`` questions."""
+        """Run the first ``num_agents`` questions, or some of them where all would take minutes.
+
+        Raises:
+            NotRun: Not here; says why.
+        """
 
     def kv_bytes(self, num_agents: int) -> int:
         """Most bytes of keys and values held at once with this many agents."""
 
+    def first_logprobs(self, number: int) -> torch.Tensor | None:
+        """Log-probabilities ``[vocab]``, fp32, of agent ``number``'s first token as this side computes them, outside of
+        anything timed. None where it cannot say.
+        """
+
     def close(self) -> None:
         """Give back what is held."""
+
+
+class Streaming(Protocol):
+    """A side that can be asked for one stream alone."""
+
+    name: str
+
+    def single_stream(self, num_tokens: int) -> float:
+        """Tokens per second of one agent behind the warm context, decode only: from its first token to its last.
+
+        Raises:
+            NotRun: Not here; says why.
+        """
 
 
 class NotRun(Exception):
@@ -118,89 +142,3 @@ def without_end(engine: TransformersEngine, output: int) -> Iterator[None]:
         yield
     finally:
         engine.stop_ids, engine.model.generation_config = stop_ids, before
-
-
-def shared_cache(engine: TransformersEngine, task: Task) -> tuple[DynamicCache, float]:
-    """The context in a stock cache, and its CPU seconds."""
-    started = time.process_time()
-    cache = DynamicCache(config=engine.model.config)
-    options: dict[str, Any] = {"logits_to_keep": 1} if engine.keeps_logits else {}
-    with engine.stock_attention(), torch.inference_mode():
-        engine.model(
-            torch.tensor([task.context_ids]), use_cache=True, **{cache_keyword(engine.model): cache}, **options
-        )
-    return cache, time.process_time() - started
-
-
-class Text:
-    """``generate`` on the whole context: one prompt after another, or all in one batch.
-
-    With ``shared``, on deep copies of its cache instead: one per agent, or one that is repeated along the batch.
-    """
-
-    def __init__(
-        self, engine: TransformersEngine, task: Task, *, batched: bool, shared: DynamicCache | None = None
-    ) -> None:
-        self.name = ("text" if shared is None else "deepcopy") + ("-batched" if batched else "-serial")
-        self.is_serial = not batched
-        self.note = "prompts are equally long: nothing is padded" if batched else "agents wait in line"
-        self.computed: tuple[str, ...] = ("kv_bytes",)
-        self._engine = engine
-        self._task = task
-        self._shared = shared
-
-    def run(self, num_agents: int) -> Outcome:
-        """See ``Side.run``."""
-        asked = [[*self._task.context_ids, *ids] for ids in self._task.question_ids[:num_agents]]
-        batches = [[prompt] for prompt in asked] if self.is_serial else [asked]
-        token_ids: list[tuple[int, ...]] = []
-        first_at: list[float] = []
-        own_s = 0.0
-        with self._engine.stock_attention(), torch.inference_mode():
-            started, cpu = time.perf_counter(), time.process_time()
-            for prompts in batches:
-                first, began = _FirstToken(), time.perf_counter()
-                token_ids += self._generate(prompts, first)
-                first_at += [first.at - started] * len(prompts)
-                own_s += (first.at - began) / len(batches)
-            total_s, cpu_s = time.perf_counter() - started, time.process_time() - cpu
-        return Outcome(tuple(token_ids), tuple(first_at), total_s, cpu_s, own_s)
-
-    def kv_bytes(self, num_agents: int) -> int:
-        """Conversations held at once, and the shared cache where there is one."""
-        layout, held = self._engine.layout, 1 if self.is_serial else num_agents
-        num_context = len(self._task.context_ids)
-        own = layout.num_bytes(num_context + self._task.new + self._task.output)
-        return held * own + (0 if self._shared is None else layout.num_bytes(num_context))
-
-    def close(self) -> None:
-        """Nothing is held between runs."""
-
-    def _generate(self, prompts: Sequence[list[int]], first: _FirstToken) -> list[tuple[int, ...]]:
-        ids = torch.tensor(prompts)
-        options: dict[str, Any] = {}
-        if self._shared is not None:
-            cache = copy.deepcopy(self._shared)
-            if len(prompts) > 1:
-                cache.batch_repeat_interleave(len(prompts))
-            options[cache_keyword(self._engine.model)] = cache
-        # No explicit type: generate is typed for one of its many results.
-        generate: Any = self._engine.model.generate
-        out = generate(ids, attention_mask=torch.ones_like(ids), streamer=first, **options)
-        return [tuple(row) for row in out[:, ids.shape[1] :].tolist()]
-
-
-class _FirstToken(BaseStreamer):
-    """Notes when the first new tokens are there; ``generate`` puts the prompts first."""
-
-    def __init__(self) -> None:
-        self.at = 0.0
-        self._num_puts = 0
-
-    def put(self, value: torch.Tensor) -> None:
-        self._num_puts += 1
-        if self._num_puts == 2:
-            self.at = time.perf_counter()
-
-    def end(self) -> None:
-        pass

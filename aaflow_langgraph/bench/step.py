@@ -5,6 +5,9 @@ Question. A step reads every weight once, and the context's KV once. How much ti
 Legs, interleaved round by round in one process, same weights, same threads: ``stock_s`` is one token through transformers
 with its own cache and attention, ``step_s`` one token of a run of ours behind the same context. ``ratio`` = step_s /
 stock_s. Medians over rounds, spread = (max - min) / median.
+
+Behind a context, where steps of several requests share a forward, also one step of 16 forks beside its bound (fork_step.py):
+``forks`` is None elsewhere.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import DynamicCache
 
+from aaflow_langgraph.bench import fork_step
 from aaflow_langgraph.bench.ttft import timed
 from aaflow_langgraph.engine.base import Piece
 from aaflow_langgraph.engine.transformers import TransformersEngine
@@ -40,6 +44,7 @@ class Row:
     ratio: float
     stock_spread: float
     step_spread: float
+    forks: fork_step.ForkStep | None = None
 
 
 @dataclass(slots=True)
@@ -88,8 +93,12 @@ def run(engine: TransformersEngine, contexts: Iterable[int] | None, rounds: int,
                 legs[0].append(stock)
                 legs[1].append(step)
         stock_s, step_s = (statistics.median(leg) for leg in legs)
-        spreads = [round((max(leg) - min(leg)) / statistics.median(leg), 3) for leg in legs]
-        rows.append(Row(context, round(stock_s, 5), round(step_s, 5), round(step_s / stock_s, 3), *spreads))
+        stock_spread, step_spread = (round((max(leg) - min(leg)) / statistics.median(leg), 3) for leg in legs)
+        forks = fork_step.measure(engine, past, tail, rounds) if context and engine.batches else None
+        row = Row(
+            context, round(stock_s, 5), round(step_s, 5), round(step_s / stock_s, 3), stock_spread, step_spread, forks
+        )
+        rows.append(row)
     return rows
 
 
@@ -102,7 +111,16 @@ def report(rows: list[Row], engine: TransformersEngine, rounds: int, versions: d
         "lean": engine.lean is not None,
     }
     table = Table(title=f"one-token step, {', '.join(f'{name} {value}' for name, value in facts.items())}")
-    for name in ("context", "stock ms", "step ms", "step / stock", "spread"):
+    for name in (
+        "context",
+        "stock ms",
+        "step ms",
+        "step / stock",
+        "spread",
+        "16 forks ms",
+        "bound ms",
+        "forks / bound",
+    ):
         table.add_column(name, justify="right")
     for row in rows:
         table.add_row(
@@ -111,6 +129,7 @@ def report(rows: list[Row], engine: TransformersEngine, rounds: int, versions: d
             f"{row.step_s * 1e3:,.1f}",
             f"{row.ratio:.2f}x",
             f"{row.stock_spread:.0%} {row.step_spread:.0%}",
+            *_fork_cells(row.forks),
         )
     Console(stderr=True).print(table)
     document = {
@@ -123,3 +142,9 @@ def report(rows: list[Row], engine: TransformersEngine, rounds: int, versions: d
         "versions": versions,
     }
     sys.stdout.write(json.dumps(document) + "\n")
+
+
+def _fork_cells(forks: fork_step.ForkStep | None) -> tuple[str, ...]:
+    if forks is None:
+        return ("", "", "")
+    return (f"{forks.step_s * 1e3:,.1f}", f"{forks.bound_s * 1e3:,.1f}", f"{forks.ratio:.2f}x {forks.ratio_spread:.0%}")

@@ -1,0 +1,62 @@
+"""The picture of ``bench agents``: what N agents take by every side, a row of panels for every context."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+_PANELS = (
+    ("total_s", "all answers, seconds"),
+    ("ttft_max_s", "last agent's first token, seconds"),
+    ("cpu_s", "CPU seconds"),
+    ("kv_bytes", "KV, MiB"),
+)
+_COLOURS = {
+    "text": "#9b2c2c",
+    "deepcopy": "#c05621",
+    "hf-continuous": "#b7791f",
+    "vllm": "#2f855a",
+    "llama.cpp": "#6b46c1",
+    "handles": "#2b6cb0",
+}
+
+
+def draw(document: dict[str, Any], path: Path) -> None:
+    """Write the picture as SVG, the same bytes for the same numbers. ``compose_plot.check_plot`` says what that needs."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    contexts = [facts["context"] for facts in document["contexts"]]
+    rows = [row for row in document["rows"] if row["total_s"] is not None]
+    with matplotlib.rc_context({"svg.hashsalt": "agents", "font.size": 9, "svg.fonttype": "none"}):
+        figure = Figure(figsize=(13, 3.4 * len(contexts) + 0.4), layout="constrained")
+        grid = figure.subplots(len(contexts), len(_PANELS), squeeze=False)
+        for line, context in zip(grid, contexts, strict=True):
+            for axes, (key, label) in zip(line, _PANELS, strict=True):
+                scale = 1 << 20 if key == "kv_bytes" else 1
+                for name in dict.fromkeys(row["side"] for row in rows):
+                    points = [row for row in rows if (row["side"], row["context"]) == (name, context)]
+                    axes.plot(
+                        [row["agents"] for row in points],
+                        [row[key] / scale for row in points],
+                        # Hollow: computed from some of the agents, or from shapes.
+                        marker="o",
+                        fillstyle="none" if any(key in row["computed"] for row in points) else "full",
+                        linestyle=":" if name.endswith("-serial") else "-",
+                        color=_colour(name),
+                        label=name,
+                    )
+                counts = sorted({row["agents"] for row in rows})
+                axes.set_xscale("log", base=2)
+                axes.set_yscale("log")
+                axes.set_xticks(counts, [str(count) for count in counts])
+                axes.minorticks_off()
+                axes.set(xlabel=f"agents on {context:,} tokens", ylabel=label)
+                axes.grid(visible=True, alpha=0.2)
+        handles, labels = grid[0][0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False)
+        figure.savefig(path, format="svg", metadata={"Date": None})
+
+
+def _colour(name: str) -> str:
+    return next(colour for start, colour in _COLOURS.items() if name.startswith(start))

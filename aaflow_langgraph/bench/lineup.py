@@ -1,0 +1,120 @@
+"""The sides of ``bench agents`` over one context: opened together, each with what its first prefill took, closed together.
+
+Knows which side needs what; knows nothing of rounds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Self
+
+from aaflow_langgraph.bench.continuous import Continuous
+from aaflow_langgraph.bench.fan_out import Handles
+from aaflow_langgraph.bench.pairs import NO_PREFILL, Prefill
+from aaflow_langgraph.bench.sides import Side, Streaming, Task
+from aaflow_langgraph.bench.stock import Text, shared_cache
+from aaflow_langgraph.engine.transformers import TransformersEngine
+
+HANDLES = "handles-batched"
+TRUTH = "text-serial"
+PEERS = ("vllm", "llama.cpp")
+NAMES = (
+    TRUTH,
+    "text-batched",
+    "deepcopy-serial",
+    "deepcopy-batched",
+    "hf-continuous",
+    "handles-serial",
+    HANDLES,
+    *PEERS,
+)
+
+_RUN_TOKENS = {TRUTH: 4096, "text-batched": 8192, "deepcopy-serial": 16384}
+"""Sides that wait in line, or fill the machine by themselves, run as many agents at a time as have this much context
+together: at least one, in a batch at least two."""
+
+
+class Lineup:
+    """``others`` are the sides that ``batched`` is compared with, ``missing`` those that cannot run here and why."""
+
+    def __init__(
+        self, engine: TransformersEngine, task: Task, most_agents: int, names: Sequence[str], *, whole: bool
+    ) -> None:
+        self._opened = ExitStack()
+        self.others: list[Side] = []
+        self.streams: list[Streaming] = []
+        self.missing: dict[str, str] = {}
+        self.prefills: dict[str, Prefill] = {}
+        self.stock_prefill: Prefill | None = None
+        with self._opened:
+            self.batched = self._handles(engine, task, most_agents, batched=True)
+            self.streams.append(self.batched)
+            self._add_stock(engine, task, names, most_agents, whole=whole)
+            if "hf-continuous" in names:
+                self._add(Continuous(engine, task, most_agents))
+            if "handles-serial" in names:
+                self.others.append(self._handles(engine, task, most_agents, batched=False))
+            self._add_peers(engine, task, names, most_agents)
+            self._opened = self._opened.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._opened.close()
+
+    def _add(self, side: Side) -> None:
+        self._opened.callback(side.close)
+        self.others.append(side)
+
+    def _handles(self, engine: TransformersEngine, task: Task, most_agents: int, *, batched: bool) -> Handles:
+        side = Handles(engine, task, most_agents, batched=batched)
+        self._opened.callback(side.close)
+        self.prefills[side.name] = Prefill(side.prefill_cpu_s, side.prefill_s)
+        return side
+
+    def _add_stock(
+        self, engine: TransformersEngine, task: Task, names: Sequence[str], most_agents: int, *, whole: bool
+    ) -> None:
+        def most(name: str, least: int) -> int:
+            at_once = _RUN_TOKENS.get(name)
+            return most_agents if at_once is None or whole else max(least, at_once // len(task.context_ids))
+
+        for name in (TRUTH, "text-batched"):
+            if name in names:
+                batched = name != TRUTH
+                self._add(Text(engine, task, batched=batched, most=most(name, 1 + batched)))
+                self.prefills[name] = NO_PREFILL
+        copies = [name for name in ("deepcopy-serial", "deepcopy-batched") if name in names]
+        if copies:
+            shared = shared_cache(engine, task)
+            self.stock_prefill = Prefill(shared.cpu_s, shared.wall_s)
+        for name in copies:
+            side = Text(engine, task, batched=name == "deepcopy-batched", most=most(name, 1), shared=shared.cache)
+            self._add(side)
+            self.prefills[name] = Prefill(shared.cpu_s, shared.wall_s)
+            if side.is_serial:
+                self.streams.append(side)
+
+    def _add_peers(self, engine: TransformersEngine, task: Task, names: Sequence[str], most_agents: int) -> None:
+        wanted = [name for name in PEERS if name in names]
+        if reason := _why_no_peers(engine):
+            self.missing.update(dict.fromkeys(wanted, reason))
+            return
+        self.missing.update(dict.fromkeys(wanted, "it needs an environment of its own"))
+
+
+def _why_no_peers(engine: TransformersEngine) -> str:
+    """A process of its own loads the model from its folder, as the checkpoint has it."""
+    if engine.folder is None:
+        return "peers load the model from a folder, and this one has none; pass --model a directory"
+    config = json.loads((engine.folder / "config.json").read_text(encoding="utf-8"))
+    dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
+    if dtype != engine.namespace.dtype:
+        return f"peers run the checkpoint in its own {dtype}, the others run it in {engine.namespace.dtype}"
+    return ""
