@@ -32,12 +32,11 @@ class Joint:
 
 def digest(tag: str, *fields: bytes | str) -> str:
     """64 hex digits over ``tag`` and ``fields``, each length-prefixed."""
-    state = hashlib.blake2b(digest_size=32)
+    parts: list[bytes] = []
     for item in (tag, *fields):
         raw = item.encode() if isinstance(item, str) else item
-        state.update(len(raw).to_bytes(8, "little"))
-        state.update(raw)
-    return state.hexdigest()
+        parts += (len(raw).to_bytes(8, "little"), raw)
+    return hashlib.blake2b(b"".join(parts), digest_size=32).hexdigest()
 
 
 def token_bytes(token_ids: Iterable[int]) -> bytes:

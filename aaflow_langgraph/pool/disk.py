@@ -149,7 +149,7 @@ class DiskPool:
         with self._shelf.inside(), self._shelf.quarantining(file, self._clock()), self._shelf.regular(file) as fd:
             head = self._head(fd, file, extent)
             self._require_kv("into", into, head.extent)
-            in_place = into.is_contiguous() and into.device.type == "cpu"
+            in_place = into.is_cpu and into.is_contiguous()
             target = into if in_place else torch.empty(into.shape, dtype=into.dtype)
             if read_checked(fd, head.kv_offset, tensor_bytes(target)) != head.extent.checksum:
                 raise IntegrityError("its KV does not have its checksum")

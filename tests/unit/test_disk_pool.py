@@ -145,6 +145,8 @@ def test_a_file_is_what_any_safetensors_reader_opens(tmp_path: Path, dtype: str,
     kv_offset = 8 + int.from_bytes(raw[:8], "little")
     assert kv_offset % 4096 == 0
     assert raw[kv_offset:].startswith(bytes(tensor_bytes(kv_of(extent, layout))))
+    header = raw[8:kv_offset].rstrip(b" ")
+    assert header == json.dumps(json.loads(header), separators=(",", ":")).encode()
 
 
 def test_a_header_longer_than_a_page_is_read_back(tmp_path: Path) -> None:
