@@ -826,7 +826,7 @@ class ExtentStore:
 
 def names(record: ExtentRecord) -> tuple[str, ...]:
     """Every name by which an extent can be found."""
-    return (*record.hashes, record.end_id)
+    return record.names
 
 
 def file_name(record: ExtentRecord) -> str:

@@ -1,6 +1,7 @@
 """Extents and recipes as text in Redis, and back. What comes back is untrusted: every field is checked (S2, S3).
 
     record  "start stop canonical_stop checksum end_id hash hash ..."            never changes
+            "... border border ... @position,position,..."                       follows where others were merged into it
     state   "start stop owner offset num_bytes generation parent on_disk"        "-" for no owner, no parent
     tokens  little-endian 32-bit integers, or nothing where the index keeps none
 
@@ -28,7 +29,9 @@ _ID = re.compile(rb"[0-9a-f]{16}")
 _STATE = re.compile(
     rb"(\d{1,12}) (\d{1,12}) (-|[0-9A-Za-z][0-9A-Za-z_.-]{0,127}) (\d{1,18}) (\d{1,18}) (\d{1,19}) (-|[0-9a-f]{16}) ([01])"
 )
-_RECORD = re.compile(rb"(\d{1,12}) (\d{1,12}) (\d{1,12}) ([0-9a-f]{32}) ([0-9a-f]{64})((?: [0-9a-f]{64})*)")
+_RECORD = re.compile(
+    rb"(\d{1,12}) (\d{1,12}) (\d{1,12}) ([0-9a-f]{32}) ([0-9a-f]{64})((?: [0-9a-f]{64})*)(?: @(\d{1,12}(?:,\d{1,12})*))?"
+)
 _OPERATORS = frozenset(get_args(Operator))
 _MAX_POSITION = 1 << 40
 
@@ -93,14 +96,17 @@ def to_place(place: Place | None) -> str:
 
 def to_record(record: ExtentRecord) -> str:
     """The part of an extent that never changes."""
-    return " ".join(
-        (f"{record.start} {record.stop} {record.canonical_stop} {record.checksum} {record.end_id}", *record.hashes)
-    )
+    fields = [f"{record.start} {record.stop} {record.canonical_stop} {record.checksum} {record.end_id}", *record.hashes]
+    if record.borders:
+        fields += [name for _, name in record.borders]
+        fields.append(f"@{_positions(record)}")
+    return " ".join(fields)
 
 
 def to_key(record: ExtentRecord) -> str:
     """What two extents of equal KV have in common (I8)."""
-    return f"{record.end_id}:{record.start}:{record.canonical_stop}"
+    key = f"{record.end_id}:{record.start}:{record.canonical_stop}"
+    return f"{key}:{_positions(record)}" if record.borders else key
 
 
 def to_tokens(token_ids: tuple[int, ...]) -> bytes:
@@ -144,7 +150,12 @@ def from_record(extent_id: int, raw: object, packed: object) -> ExtentRecord:
     if match is None:
         raise IntegrityError(f"the record of extent {extent_id:016x} in the index is malformed")
     start, stop, canonical = int(match[1]), int(match[2]), int(match[3])
-    hashes = tuple(BlockHash(text) for text in match[6].decode().split())
+    names = match[6].decode().split()
+    positions = [int(position) for position in match[7].split(b",")] if match[7] else []
+    if (positions and not start < positions[0] <= positions[-1] < stop) or positions != sorted(set(positions)):
+        raise IntegrityError(f"extent {extent_id:016x} in the index has borders that do not lie inside it, in order")
+    num_hashes = max(0, len(names) - len(positions))
+    hashes = tuple(BlockHash(name) for name in names[:num_hashes])
     token_ids: tuple[int, ...] = ()
     if packed is not None:
         if not isinstance(packed, bytes) or len(packed) != 4 * (stop - start):
@@ -153,7 +164,7 @@ def from_record(extent_id: int, raw: object, packed: object) -> ExtentRecord:
     if (
         not start < stop <= _MAX_POSITION
         or canonical > stop
-        or len(hashes) != stop // BLOCK_TOKENS - start // BLOCK_TOKENS
+        or len(names) - len(positions) != stop // BLOCK_TOKENS - start // BLOCK_TOKENS
     ):
         raise IntegrityError(
             f"extent {extent_id:016x} in the index says tokens [{start}, {stop}), canonical to {canonical}, and has "
@@ -170,6 +181,7 @@ def from_record(extent_id: int, raw: object, packed: object) -> ExtentRecord:
         parent=None,
         place=None,
         checksum=match[4].decode(),
+        borders=tuple(zip(positions, names[num_hashes:], strict=False)),
     )
 
 
@@ -222,6 +234,10 @@ def from_recipe(kv_id: str, raw: object) -> Recipe:
     except (ValueError, TypeError, RecursionError, IntegrityError) as error:
         raise IntegrityError(f"the recipe of {kv_id[:12]} in the index is malformed") from error
     raise IntegrityError(f"the recipe of {kv_id[:12]} in the index contradicts itself")
+
+
+def _positions(record: ExtentRecord) -> str:
+    return ",".join(str(position) for position, _ in record.borders)
 
 
 def _count(value: Any) -> int:

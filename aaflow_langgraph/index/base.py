@@ -11,6 +11,9 @@ hashes that the extent holds, or up to ``stop`` when the query knows ``end_id``:
     query hashes      h0     h1     h2            (blocks end at 256, 512, 768)
     extent            [200 ........... 700)       matches [200, 512) by h1; [200, 700) if the query also knows end_id
 
+An extent that others were merged into has their ends as ``borders``: names of positions inside it, by which a query matches
+it up to there, as it matched what ended there.
+
 Owners. A pool has one writer, its owner, known to the index by a lease of its own. Only the owner gives its ranges to
 others, so a place is published, moved and removed by its owner. An owner whose lease ran out is fenced: its places are
 dropped, and what it says under its old epoch is refused until it joins again and announces what it still holds.
@@ -28,6 +31,8 @@ from typing import NamedTuple, Protocol
 from aaflow_langgraph.evict.base import Candidate
 from aaflow_langgraph.model import BLOCK_TOKENS, BlockHash, Receipt, Recipe
 from aaflow_langgraph.pool.arena import Allocation
+
+ExtentKey = tuple[str, int, int, tuple[tuple[int, str], ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +59,10 @@ class ExtentRecord:
             0 when none were.
         parent: The extent of the same owner that it was computed behind, or None.
         place: Where its bytes are in memory, or None.
-        on_disk: Is a copy on disk?
         checksum: xxh3-128 of its bytes.
+        on_disk: Is a copy on disk?
+        borders: Ends of the extents that it was merged from, ascending, its own end left out: (position, ``kv_id`` of
+            everything up to there). Empty for what was computed as one.
     """
 
     extent_id: int
@@ -69,6 +76,7 @@ class ExtentRecord:
     place: Place | None
     checksum: str
     on_disk: bool = False
+    borders: tuple[tuple[int, str], ...] = field(default=(), repr=False)
 
     @property
     def num_tokens(self) -> int:
@@ -81,9 +89,16 @@ class ExtentRecord:
         return self.start // BLOCK_TOKENS
 
     @property
-    def key(self) -> tuple[str, int, int]:
-        """Two extents with one key hold the same KV: a second writer is dropped (I8)."""
-        return (self.end_id, self.start, self.canonical_stop)
+    def key(self) -> ExtentKey:
+        """Two extents with one key hold the same KV and are found by the same names: a second writer is dropped (I8)."""
+        return (self.end_id, self.start, self.canonical_stop, self.borders)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every name by which it can be found."""
+        if not self.borders:
+            return (*self.hashes, self.end_id)
+        return (*self.hashes, *(name for _, name in self.borders), self.end_id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +187,13 @@ class Index(Protocol):
             Fenced: As in ``put``, of ``new``'s owner.
         """
 
+    def take_over(self, extent_id: int, part_ids: Sequence[int]) -> bool:
+        """Let an extent stand for the extents that were merged into it: what was computed behind them is a child of it from
+        now on (where it has a place of the same owner), and their uses count as its own. They keep place, readers and
+        names, but no bonds, so that ``remove`` gives them once nobody reads them. False when the extent is unknown.
+        Idempotent.
+        """
+
     def lose(self, extent_id: int, place: Place) -> bool:
         """Say that the bytes at ``place`` are gone (reused, or the owner is dead), leased or not; False when they were
         not there.
@@ -237,15 +259,18 @@ def cover(
     """
     spans = []
     for record in records:
-        stop = min(_matched(record, query), limit)
+        stop = min(matched(record, query), limit)
         if stop > record.start and same_tokens(record, query, stop):
             spans.append((record, stop))
     parts: list[tuple[ExtentRecord, int, int]] = []
     at = 0
     while True:
-        # Ties go to the older extent: a stable choice keeps chains short and repeats the same reads.
+        # Ties go to the longer extent, so that what was merged into it falls into disuse, then to the older one: a stable
+        # choice keeps chains short and repeats the same reads.
         best = max(
-            ((r, s) for r, s in spans if r.start <= at < s), key=lambda rs: (rs[1], -rs[0].extent_id), default=None
+            ((r, s) for r, s in spans if r.start <= at < s),
+            key=lambda rs: (rs[1], rs[0].num_tokens, -rs[0].extent_id),
+            default=None,
         )
         if best is None:
             return tuple(parts), at
@@ -258,15 +283,18 @@ def same_tokens(record: ExtentRecord, query: Query, stop: int) -> bool:
     return not record.token_ids or record.token_ids[: stop - record.start] == query.token_ids[record.start : stop]
 
 
-def _matched(record: ExtentRecord, query: Query) -> int:
-    """Position up to which the extent's tokens are the query's."""
+def matched(record: ExtentRecord, query: Query) -> int:
+    """Position up to which the extent's tokens are the query's, by their names; 0 when they are not."""
+    border = 0
     if query.canonical:
         wanted = record.canonical_stop // BLOCK_TOKENS
     else:
         if any(stop == record.stop and end_id == record.end_id for stop, end_id in query.tails):
             return record.stop
         wanted = record.first_block + len(record.hashes)
-    for block in range(min(wanted, len(query.hashes)), record.first_block, -1):
+        if record.borders:
+            border = max((stop for stop, _ in set(record.borders).intersection(query.tails)), default=0)
+    for block in range(min(wanted, len(query.hashes)), max(record.first_block, border // BLOCK_TOKENS), -1):
         if record.hashes[block - 1 - record.first_block] == query.hashes[block - 1]:
             return block * BLOCK_TOKENS
-    return 0
+    return border

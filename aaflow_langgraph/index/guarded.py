@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from aaflow_langgraph.errors import IndexFull, IndexUnavailable, IntegrityError
@@ -104,6 +104,9 @@ class GuardedIndex:
 
     def move(self, extent_id: int, old: Place | None, new: Place, epoch: int) -> bool:
         return self._or(False, lambda: self._index.move(extent_id, old, new, epoch))
+
+    def take_over(self, extent_id: int, part_ids: Sequence[int]) -> bool:
+        return self._or(False, lambda: self._index.take_over(extent_id, part_ids))
 
     def lose(self, extent_id: int, place: Place) -> bool:
         return self._or(False, lambda: self._index.lose(extent_id, place))

@@ -7,12 +7,12 @@ import secrets
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from aaflow_langgraph.errors import Fenced, LeaseExpired
 from aaflow_langgraph.evict.base import Candidate
-from aaflow_langgraph.index.base import ExtentRecord, Match, Place, Query, Swept, cover
+from aaflow_langgraph.index.base import ExtentKey, ExtentRecord, Match, Place, Query, Swept, cover
 from aaflow_langgraph.model import Receipt, Recipe
 
 
@@ -38,7 +38,7 @@ class MemoryIndex:
         self._epochs = itertools.count(1)
         self._owners: dict[str, tuple[int, float]] = {}
         self._records: dict[int, ExtentRecord] = {}
-        self._by_key: dict[tuple[str, int, int], int] = {}
+        self._by_key: dict[ExtentKey, int] = {}
         self._by_hash: dict[str, set[int]] = defaultdict(set)
         self._children: dict[int, set[int]] = defaultdict(set)
         self._used: dict[int, _Use] = {}
@@ -120,6 +120,25 @@ class MemoryIndex:
                 return False
             self._unbind(record)
             self._records[extent_id] = replace(record, place=new, parent=None)
+            return True
+
+    def take_over(self, extent_id: int, part_ids: Sequence[int]) -> bool:
+        with self._lock:
+            heir = self._records.get(extent_id)
+            if heir is None:
+                return False
+            use = self._used[extent_id]
+            for number in [number for number in part_ids if number in self._records]:
+                used = self._used[number]
+                use.created, use.last = min(use.created, used.created), max(use.last, used.last)
+                use.count = max(use.count, used.count)
+                children = self._children.get(number, set()) - {extent_id}
+                self._unbind(self._records[number])
+                self._records[number] = replace(self._records[number], parent=None)
+                for child in [self._records[child_id] for child_id in children]:
+                    if heir.place and child.place and child.place.owner == heir.place.owner:
+                        self._records[child.extent_id] = replace(child, parent=extent_id)
+                        self._children[extent_id].add(child.extent_id)
             return True
 
     def lose(self, extent_id: int, place: Place) -> bool:
@@ -253,7 +272,7 @@ class MemoryIndex:
                     found.append(("I7", f"extent {number} is at a place of an owner that is gone"))
                 found += [
                     ("I4", f"extent {number} cannot be found by one of its hashes")
-                    for name in (*record.hashes, record.end_id)
+                    for name in record.names
                     if number not in self._by_hash.get(name, set())
                 ]
             for parent, children in self._children.items():
@@ -296,7 +315,7 @@ class MemoryIndex:
             record = replace(record, parent=None)
         self._records[number] = record
         self._by_key[record.key] = number
-        for name in (*record.hashes, record.end_id):
+        for name in record.names:
             self._by_hash[name].add(number)
         if record.parent is not None:
             self._children[record.parent].add(number)
@@ -323,7 +342,7 @@ class MemoryIndex:
             self.release(self._leases[lease_id])
         self._unbind(record)
         del self._records[number], self._by_key[record.key], self._used[number]
-        for name in (*record.hashes, record.end_id):
+        for name in record.names:
             if number in self._by_hash.get(name, ()):
                 _discard(self._by_hash, name, number)
 

@@ -187,6 +187,9 @@ class RedisIndex:
             raise Fenced(f"owner {new.owner[:12]} is not registered under epoch {epoch}: join and announce again")
         return replies.flag(moved)
 
+    def take_over(self, extent_id: int, part_ids: Sequence[int]) -> bool:
+        return replies.flag(self.server.run("take_over", wire.to_id(extent_id), *map(wire.to_id, part_ids)))
+
     def lose(self, extent_id: int, place: Place) -> bool:
         return replies.flag(self.server.run("lose", wire.to_id(extent_id), wire.to_place(place)))
 

@@ -54,7 +54,7 @@ class Extents:
         self._num_users = num_users
         self._by_name: dict[str, list[ExtentRecord]] = {}
         for record in facts.extents:
-            for name in {*record.hashes, record.end_id}:
+            for name in set(record.names):
                 self._by_name.setdefault(name, []).append(record)
 
     def coverage(self, chain: Sequence[Recipe]) -> Coverage:
@@ -105,7 +105,8 @@ def _reach(record: ExtentRecord, names: set[str]) -> int:
     if record.end_id in names:
         return record.stop
     known = [number for number, name in enumerate(record.hashes) if name in names]
-    return (record.first_block + known[-1] + 1) * BLOCK_TOKENS if known else record.start
+    block_stop = (record.first_block + known[-1] + 1) * BLOCK_TOKENS if known else record.start
+    return max([block_stop, *(stop for stop, name in record.borders if name in names)])
 
 
 def _laid_over(by_where: Mapping[Where, Sequence[tuple[int, int]]]) -> Iterable[tuple[int, int, Where]]:

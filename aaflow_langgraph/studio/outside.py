@@ -17,7 +17,7 @@ from aaflow_langgraph.checkpoint.beside import Beside
 from aaflow_langgraph.errors import AAFlowError, ConfigError, IntegrityError, RecipeMissing
 from aaflow_langgraph.graph.rejected import RejectedWrite
 from aaflow_langgraph.hashing import block_hashes, prefix_id
-from aaflow_langgraph.index.base import ExtentRecord
+from aaflow_langgraph.index.base import ExtentKey, ExtentRecord
 from aaflow_langgraph.index.census import shared_recipes
 from aaflow_langgraph.inspection.history import tokenizer_of
 from aaflow_langgraph.inspection.view import MEMORY, Outside, document, file_of
@@ -153,7 +153,7 @@ class FromOutside:
     # ---------------------------------------------------------------- inside
 
     def _look(self) -> Facts:
-        records: dict[tuple[str, int, int], ExtentRecord] = {}
+        records: dict[ExtentKey, ExtentRecord] = {}
         recipes: dict[str, Recipe] = {}
         token_bytes = 0
         self._pools = []
@@ -182,7 +182,7 @@ class FromOutside:
     def _from_disk(
         self,
         inventory: Inventory,
-        records: dict[tuple[str, int, int], ExtentRecord],
+        records: dict[ExtentKey, ExtentRecord],
         recipes: dict[str, Recipe],
     ) -> None:
         known = {file_of(record) for record in records.values()}

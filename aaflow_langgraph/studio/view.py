@@ -197,7 +197,7 @@ class View:
             if record.place is None or record.place.owner != facts.owner or not capacity:
                 continue
             its = record.place.allocation
-            for cells in (taken, picked) if names & {*record.hashes, record.end_id} else (taken,):
+            for cells in (taken, picked) if not names.isdisjoint(record.names) else (taken,):
                 _fill(cells, its.offset / capacity, (its.offset + its.num_bytes) / capacity)
         return {
             "schema": 1,

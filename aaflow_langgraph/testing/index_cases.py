@@ -34,8 +34,11 @@ def record(
     parent: int | None = None,
     namespace: str = NAMESPACE,
     owner: str | None = OWNER,
+    borders: tuple[int, ...] = (),
 ) -> ExtentRecord:
-    """What a broker publishes after it computed ``ids[start:stop]``; without an owner, what it found on disk."""
+    """What a broker publishes after it computed ``ids[start:stop]``; without an owner, what it found on disk; with borders,
+    what it merged from extents that ended there.
+    """
     stop = len(ids) if stop is None else stop
     hashes = block_hashes(namespace, ids)
     return ExtentRecord(
@@ -50,6 +53,7 @@ def record(
         place=Place(owner, Allocation(next(_offsets), 64, 1)) if owner else None,
         checksum="0" * 32,
         on_disk=owner is None,
+        borders=tuple((border, prefix_id(namespace, ids, border, hashes)) for border in borders),
     )
 
 

@@ -215,6 +215,147 @@ class TiersContract:
         assert announced == kept
         assert len(index.records()) == 1
 
+    # ------------------------------------------------------------------ merged extents
+
+    def test_a_merged_extent_is_found_at_every_end_that_it_had(self, index: Index) -> None:
+        """Bytes moved; where recipes end did not. Ends that lie at a block's border are found by the block."""
+        ids = sequence("ABC", 60)
+        borders = (30, 300, 310, 2 * B, 700)
+        kept = self.put_free(index, record(index, ids, borders=borders))
+        assert kept.borders == record(index, ids, borders=borders).borders
+        for end in (*borders, len(ids)):
+            match = index.match(query(ids[:end]), end, LEASE_S)
+            assert spans(match) == [(kept.extent_id, 0, end)]
+            assert match.parts[0][0].borders == kept.borders
+            assert [found.extent_id for found in index.covering(query(ids[:end]))] == [kept.extent_id]
+        for other, stop in (
+            (ids[:300] + sequence("X"), 300),  # leaves it at a border
+            (ids[:305] + sequence("X"), 300),
+            (ids[: B + 10], B),  # ends at none
+            (ids[: 2 * B] + sequence("X"), 2 * B),
+            (ids[:29], 0),
+        ):
+            known = [end for end in (30, 300, 310) if end <= len(other)]
+            assert index.match(query(other, *known), len(other), LEASE_S).stop == stop
+        assert index.match(query(ids[:310]), 305, LEASE_S).stop == 305
+        assert index.match(query(ids, canonical=True), len(ids), LEASE_S).stop == 0
+        assert index.check() == []
+
+    def test_the_last_of_the_borders_that_a_reader_knows_counts(self, index: Index) -> None:
+        """A longer one wins over a shorter one, and over the blocks in front of it."""
+        ids = sequence("AB")
+        kept = self.put_free(index, record(index, ids, 10, 500, borders=(100, 300, 400)))
+        front = self.put_free(index, record(index, ids, 0, 10))
+        for known, stop in (((10, 100), 100), ((10, 100, 300), 300), ((10, 300, 400), 400), ((10, 100, 300, 500), 500)):
+            match = index.match(query(ids, *known), len(ids), LEASE_S)
+            assert spans(match) == [(front.extent_id, 0, 10), (kept.extent_id, 10, max(stop, B))]
+
+    def test_a_merged_extent_wins_over_its_parts_wherever_a_reader_ends(self, index: Index) -> None:
+        """Also at the end of its first part, and where a limit cuts both: its parts fall into disuse."""
+        ids = sequence("AB", 8)
+        first = self.put_free(index, record(index, ids, 0, 40))
+        self.put_free(index, record(index, ids, 40, len(ids), parent=first.extent_id))
+        merged = self.put_free(index, record(index, ids, borders=(40,)))
+        for end in (40, len(ids)):
+            for limit in (20, end):
+                match = index.match(query(ids[:end], 40), limit, LEASE_S)
+                assert spans(match) == [(merged.extent_id, 0, limit)]
+
+    def test_extents_with_other_borders_are_other_extents(self, index: Index) -> None:
+        """I8 holds among those that the same names lead to: no name is lost because a twin without it was there first."""
+        ids = sequence("A", 40)
+        plain, one, other = (self.put_free(index, record(index, ids, borders=b)) for b in ((), (30,), (30, 270)))
+        assert len({made.extent_id for made in (plain, one, other)}) == 3
+        again = self.put_free(index, record(index, ids, borders=(30, 270)))
+        assert again == other
+        assert index.remove(one.extent_id, OWNER) is not None
+        assert [found.extent_id for found in index.covering(query(ids[:30]))] == [other.extent_id]
+        assert index.remove(other.extent_id, OWNER) is not None
+        assert index.covering(query(ids[:30])) == []
+        assert index.check() == []
+
+    def test_what_was_built_on_the_parts_is_built_on_what_they_were_merged_into(self, index: Index) -> None:
+        """I2, I3: the parts can go, the merged extent cannot before its children; its parent is pinned by it."""
+        ids, fork = sequence("ABC"), (*sequence("A"), *sequence("X"))
+        root = self.put_free(index, record(index, ids, 0, 40))
+        parts = [root]
+        for start, stop in ((40, B), (B, 300), (300, 2 * B)):
+            parts.append(self.put_free(index, record(index, ids, start, stop, parent=parts[-1].extent_id)))
+        leaf = self.put_free(index, record(index, ids, 2 * B, 3 * B, parent=parts[-1].extent_id))
+        branch = self.put_free(index, record(index, fork, B, 2 * B, parent=parts[1].extent_id))
+        merged = self.put_free(index, record(index, ids, 40, 2 * B, borders=(B, 300), parent=root.extent_id))
+        inner = [part.extent_id for part in parts[1:]]
+        assert all(index.remove(number, OWNER) is None for number in inner)
+        for _ in range(2):  # idempotent
+            assert index.take_over(merged.extent_id, inner)
+            assert index.check() == []
+        parents = {found.extent_id: found.parent for found in index.records()}
+        assert parents == {
+            root.extent_id: None,
+            merged.extent_id: root.extent_id,
+            leaf.extent_id: merged.extent_id,
+            branch.extent_id: merged.extent_id,
+            **dict.fromkeys(inner),
+        }
+        assert all(index.remove(number, OWNER) is not None for number in inner)
+        for asked, stop in ((query(ids, 40), 3 * B), (query(fork, 40), 2 * B)):
+            match = index.match(asked, stop, LEASE_S)
+            assert match.stop == stop
+            assert index.release(match.receipt)
+        for number, below in (
+            (leaf.extent_id, merged.extent_id),
+            (branch.extent_id, merged.extent_id),
+            (merged.extent_id, root.extent_id),
+        ):
+            assert index.remove(below, OWNER) is None
+            assert index.remove(number, OWNER) is not None
+        assert index.remove(root.extent_id, OWNER) is not None
+        assert not index.take_over(merged.extent_id, [root.extent_id])
+        assert index.records() == []
+        assert index.check() == []
+
+    def test_parts_keep_their_readers_until_the_last_one_leaves(self, index: Index) -> None:
+        """I3: whoever reads in place goes on undisturbed."""
+        ids = sequence("AB")
+        root = self.put_free(index, record(index, ids, 0, 40))
+        leaf = self.put_free(index, record(index, ids, 40, 2 * B, parent=root.extent_id))
+        reading = index.match(query(ids, 40), 2 * B, LEASE_S).receipt
+        merged = self.put_free(index, record(index, ids, borders=(40,)))
+        assert index.take_over(merged.extent_id, [root.extent_id, leaf.extent_id])
+        assert index.remove(root.extent_id, OWNER) is None
+        assert index.renew(reading, LEASE_S).extent_ids == reading.extent_ids
+        assert index.release(reading)
+        assert index.remove(root.extent_id, OWNER) is not None
+        assert index.remove(leaf.extent_id, OWNER) is not None
+        assert [found.extent_id for found in index.records()] == [merged.extent_id]
+        assert index.check() == []
+
+    def test_children_in_another_pool_are_no_children_of_the_merged_extent(self, index: Index) -> None:
+        """Bonds order eviction inside one pool."""
+        epoch = index.join(OTHER, OWNER_LEASE_S)
+        ids = sequence("AB")
+        root = self.put_free(index, record(index, ids, 0, B, owner=OTHER), epoch)
+        leaf = self.put_free(index, record(index, ids, B, 2 * B, parent=root.extent_id, owner=OTHER), epoch)
+        merged = self.put_free(index, record(index, ids, 0, 300, borders=(B,)))
+        assert index.take_over(merged.extent_id, [root.extent_id])
+        assert {found.extent_id: found.parent for found in index.records()}[leaf.extent_id] is None
+        assert index.remove(merged.extent_id, OWNER) is not None
+        assert index.check() == []
+
+    def test_uses_of_the_parts_count_for_the_merged_extent(self, index: Index) -> None:
+        """A policy that counts must not take for new what was used all along."""
+        ids = sequence("AB")
+        root = self.put_free(index, record(index, ids, 0, B))
+        leaf = self.put_free(index, record(index, ids, B, 2 * B, parent=root.extent_id))
+        for _ in range(3):
+            index.release(index.match(query(ids), 2 * B, LEASE_S).receipt)
+        before = {c.extent_id: c for c in index.candidates(OWNER)}[leaf.extent_id]
+        merged = self.put_free(index, record(index, ids, borders=(B,)))
+        assert index.take_over(merged.extent_id, [root.extent_id, leaf.extent_id])
+        after = {c.extent_id: c for c in index.candidates(OWNER)}[merged.extent_id]
+        assert after.num_uses == before.num_uses == 4
+        assert after.created < before.created < before.last_used < after.last_used
+
     # ------------------------------------------------------------------ what policies see
 
     def test_candidates_tell_how_often_and_where(self, index: Index) -> None:

@@ -73,27 +73,34 @@ def test_check_sees_what_is_broken() -> None:
 
 
 @st.composite
-def stored(draw: st.DrawFn) -> list[tuple[tuple[int, ...], int, int, int]]:
-    """Extents of random sequences over two letters: (ids, start, stop, canonical_stop)."""
+def stored(draw: st.DrawFn) -> list[tuple[tuple[int, ...], int, int, int, tuple[int, ...]]]:
+    """Extents of random sequences over two letters: (ids, start, stop, canonical_stop, borders)."""
     made = []
     for _ in range(draw(st.integers(0, 6))):
         ids = sequence(draw(st.text("AB", max_size=3)), draw(st.sampled_from([0, 1, 40])))
         if ids:
             start = draw(st.integers(0, len(ids) - 1))
             stop = draw(st.integers(start + 1, len(ids)))
-            made.append((ids, start, stop, draw(st.sampled_from([0, stop // 256 * 256])) if start == 0 else 0))
+            canonical = draw(st.sampled_from([0, stop // 256 * 256])) if start == 0 else 0
+            inside = [place for place in (1, 100, 256, 300, 512, 700) if start < place < stop]
+            borders = () if canonical or not inside else tuple(sorted(draw(st.sets(st.sampled_from(inside)))))
+            made.append((ids, start, stop, canonical, borders))
     return made
 
 
 @settings(max_examples=120, deadline=None)
 @given(stored(), st.text("AB", max_size=3), st.sampled_from([0, 1, 40]), st.integers(0, 900), st.booleans())
 def test_cover_reads_right_tokens_without_gaps_as_far_as_anything_reaches(
-    extents: list[tuple[tuple[int, ...], int, int, int]], letters: str, tail: int, limit: int, canonical: bool
+    extents: list[tuple[tuple[int, ...], int, int, int, tuple[int, ...]]],
+    letters: str,
+    tail: int,
+    limit: int,
+    canonical: bool,
 ) -> None:
     index = MemoryIndex()
-    records = [record(index, ids, a, b, canonical_stop=c) for ids, a, b, c in extents]
+    records = [record(index, ids, a, b, canonical_stop=c, borders=inside) for ids, a, b, c, inside in extents]
     ids = sequence(letters, tail)
-    borders = [b for _, _, b, _ in extents if b <= len(ids)]
+    borders = [b for *_, stop, _, inside in extents for b in (*inside, stop) if b <= len(ids)]
     parts, stop = cover(records, query(ids, *borders, canonical=canonical), limit)
 
     at = 0
@@ -108,12 +115,12 @@ def test_cover_reads_right_tokens_without_gaps_as_far_as_anything_reaches(
     # Oracle: an extent serves every position up to the last one where it and the whole query before it agree.
     reach = 0
     ends = []
-    for (source, _, b, c), found in zip(extents, records, strict=True):
+    for (source, _, b, c, inside), found in zip(extents, records, strict=True):
         same = 0
         while same < min(len(source), len(ids)) and source[same] == ids[same]:
             same += 1
         blocks = (min(same, c if canonical else b) // 256) * 256
-        end = b if not canonical and b <= same else blocks
+        end = max([blocks, *(place for place in (*inside, b) if not canonical and place <= same)])
         ends.append((found.start, min(end, limit)))
     for _ in ends:
         reach = max([reach, *(end for start, end in ends if start <= reach)])

@@ -14,7 +14,7 @@ COMMANDS_OF_7_0 = {
     "ZADD", "ZLEXCOUNT", "ZRANGE", "ZRANGEBYLEX", "ZRANGEBYSCORE", "ZREM", "ZSCORE",
 }  # fmt: skip
 MUST_RUN_WHEN_FULL = {
-    "release", "remove", "lose", "leave", "sweep", "set_on_disk", "renew", "heartbeat", "unclaim",
+    "release", "remove", "lose", "leave", "sweep", "set_on_disk", "renew", "heartbeat", "unclaim", "take_over",
 }  # fmt: skip
 ALL = [pytest.param(script, id=name) for name, script in sorted(scripts().items())]
 

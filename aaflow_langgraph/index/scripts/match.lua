@@ -1,7 +1,7 @@
 #!lua
 -- Leases the extents that cover the longest prefix (Index.match): greedy interval cover, as cover() in base.py does it.
 -- Keys: below. Arguments: now or '', lease, lease seconds, limit, canonical 1/0, ids to leave out, positions of the names
---   in falling order ('300t' where an extent must end, else the end of a block), the names in the same order, joined,
+--   in falling order ('300t' where an extent or one merged into it must end, else the end of a block), the names in the same order, joined,
 --   1 to get the parts of the extents that never change as well, as fetch.lua gives them.
 -- Reply: {deadline, 'id start stop state', ...[, {records, packed token ids}]}; empty when nothing is found, and then nothing
 --   was written.
@@ -33,11 +33,11 @@ for position, tail in ARGV[7]:gmatch('(%d+)(t?)') do
   if value then
     for id, start, last, whole in value:gmatch('(%x+):(%d+):(%d+):(%d+)') do
       local fits
-      if tail == 't' then fits = tonumber(last) == position else fits = not canonical or tonumber(whole) >= position end
+      if tail == 't' then fits = tonumber(last) >= position else fits = not canonical or tonumber(whole) >= position end
       if fits and not seen[id] then
         seen[id], start = true, tonumber(start)
         if start < stop then
-          spans[#spans + 1] = {id, start, stop}
+          spans[#spans + 1] = {id, start, stop, last - start}
           if start == 0 then reached = math.max(reached, stop) end
         end
       end
@@ -52,7 +52,8 @@ local function greedy()
     local best
     for _, span in ipairs(spans) do
       if span[2] <= at and at < span[3] and
-          (not best or span[3] > best[3] or span[3] == best[3] and span[1] < best[1]) then
+          (not best or span[3] > best[3] or span[3] == best[3] and
+            (span[4] > best[4] or span[4] == best[4] and span[1] < best[1])) then
         best = span
       end
     end

@@ -10,8 +10,9 @@ local records, state, tokens, names, keys, children, readers, owned, held, owner
 -- include: state
 local _, lease, lease_s, id, epoch, owner, range, parent, on_disk, record, packed = unpack(ARGV)
 if owner ~= '-' and not is_current(owner, epoch) then return {'fenced'} end
-local start, stop, canonical, end_id, rest = record:match('^(%d+) (%d+) (%d+) %x+ (%x+)(.*)$')
+local start, stop, canonical, end_id, rest, borders = record:match('^(%d+) (%d+) (%d+) %x+ (%x+)([^@]*)@?(.*)$')
 local key = end_id .. ':' .. start .. ':' .. canonical
+if borders ~= '' then key = key .. ':' .. borders end
 local known = redis.call('HGET', keys, key)
 local e, there = known and read_state(known), nil
 if e then

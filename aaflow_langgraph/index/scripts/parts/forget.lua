@@ -37,9 +37,11 @@ local function forget(e)
   for _, bond in ipairs(members_of(readers, e.id)) do drop_lease(bond:sub(18)) end
   unbind(e)
   if e.owner ~= '-' then redis.call('ZREM', owned, e.owner .. ' ' .. e.id) end
-  local start, stop, canonical, rest = (redis.call('HGET', records, e.id) or ''):match('^(%d+) (%d+) (%d+) %S+ (.+)$')
+  local start, stop, canonical, rest, borders =
+    (redis.call('HGET', records, e.id) or ''):match('^(%d+) (%d+) (%d+) %S+ ([^@]+)@?(.*)$')
   if start then
     local key = rest:match('^%S+') .. ':' .. start .. ':' .. canonical
+    if borders ~= '' then key = key .. ':' .. borders end
     if redis.call('HGET', keys, key) == e.id then redis.call('HDEL', keys, key) end
     local entry, batch = table.concat({e.id, start, stop, canonical}, ':'), {}
     for name in rest:gmatch('%S+') do
