@@ -42,6 +42,7 @@ class Session:
     Args:
         canonical: Read canonical blocks only and cut the past at the grid, so that bits depend on token ids alone.
         publishes: Seal what was computed? Without, it is gone with the session.
+        priority: Of its forwards among those of others.
         tick: Called before every forward; may raise to stop the request.
     """
 
@@ -52,6 +53,7 @@ class Session:
         *,
         canonical: bool,
         publishes: bool = True,
+        priority: int = 0,
         tick: Callable[[], None] = lambda: None,
     ) -> None:
         self.num_reused = 0
@@ -60,6 +62,7 @@ class Session:
         self._store = store
         self._canonical = canonical
         self._publishes = publishes
+        self._priority = priority
         self.claim: Claim | None = None
         self._tick = tick
         self._held: list[_Held] = []
@@ -116,7 +119,7 @@ class Session:
             self._tail = PoolTail(self._store, match.stop, num_expected)
         # A past that starts from nothing is canonical as it is: same chunks, same pieces.
         self._grid = GRID_TOKENS if self._canonical or match.stop == 0 else None
-        self._run = self._engine.start(self._pieces, self._tail, grid=self._grid)
+        self._run = self._start(self._pieces, self._tail)
         return match.stop
 
     def begin_beside(
@@ -141,7 +144,7 @@ class Session:
                 self._copy(match, tail, match.stop)
                 self._store.verify(match.receipt, [record for record, _, _ in match.parts])
                 self.num_reused, self._grid = match.stop, None
-                self._run = self._engine.start(self._pieces, tail, grid=None)
+                self._run = self._start(self._pieces, tail)
         except LeaseExpired:
             tail.length = 0  # lost while it was copied: computed like anything else
         finally:
@@ -169,7 +172,7 @@ class Session:
         self._guarded(lambda _: write(Mixed(tuple(self._pieces), tail.kv[..., : stop - tail.start, :], tail.start)))
         tail.length = stop - tail.start
         self._grid = None
-        self._run = self._engine.start(self._pieces, tail, grid=None)
+        self._run = self._start(self._pieces, tail)
 
     @property
     def pieces(self) -> list[Piece]:
@@ -232,7 +235,7 @@ class Session:
             self._pieces.append(Piece(tail.kv[..., : tail.length, :], tail.start, stop))
         self._grid = None
         self._tail = PoolTail(self._store, stop, max(1, num_expected))
-        self._run = self._engine.start(self._pieces, self._tail, grid=None)
+        self._run = self._start(self._pieces, self._tail)
 
     def close(self) -> None:
         """Release leases, drop unsealed memory. Idempotent."""
@@ -253,6 +256,9 @@ class Session:
         if self._tail is None:
             raise ValueError("the session is not running: begin it first; after seal it is over")
         return self._tail
+
+    def _start(self, pieces: Sequence[Piece], tail: PoolTail) -> Run:
+        return self._engine.start(pieces, tail, grid=self._grid, priority=self._priority)
 
     def _guarded(self, forward: Callable[[Run], Result]) -> Result:
         """A forward whose reads were valid from beginning to end (I7); also one that finds out itself that they were not."""
@@ -291,13 +297,13 @@ class Session:
             self._owned.append(own)
             self._copy(match, own, match.stop)
             if match.stop < stop:
-                run = self._engine.start(self._pieces, own, grid=self._grid)
+                run = self._start(self._pieces, own)
                 run.prefill(self._sequence.token_ids[match.stop : stop])
             step = GRID_TOKENS if self._canonical else tail.start - start
             for at in range(start, tail.start, step or 1):
                 self._pieces.append(Piece(own.kv[..., at - start : at - start + step, :], at, at + step))
             tail.kv[..., : self._num_copied, :] = own.kv[..., tail.start - start : stop - start, :]
-        self._run = self._engine.start(self._pieces, tail, grid=self._grid)
+        self._run = self._start(self._pieces, tail)
 
     def _lease(self, limit: int) -> Match:
         match = self._store.match(self._sequence, limit, canonical=self._canonical, borders=self._borders)

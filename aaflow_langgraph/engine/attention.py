@@ -54,12 +54,16 @@ class Past:
 
     def begin(self, num_new: int) -> None:
         """Fix what this forward reads: every piece, then the written part of the tail, cut at the grid."""
+        self.make_room(num_new)
         tail = self.tail
-        tail.ensure(tail.length + num_new)
-        self.num_new = num_new
         # A single query is causal by itself, so its own key joins the tail's piece and saves one call.
         num_read = tail.length + (1 if num_new == 1 else 0)
         self._reads = self._pieces + [per_layer(tail.kv[..., a:b, :]) for a, b in self._cuts(num_read)]
+
+    def make_room(self, num_new: int) -> None:
+        """Let ``slots`` be the room of this many new tokens."""
+        self.tail.ensure(self.tail.length + num_new)
+        self.num_new = num_new
 
     def pieces(self, num_tail: int) -> list[list[tuple[torch.Tensor, ...]]]:
         """Keys and values of everything in front of position ``tail.start + num_tail``, by layer."""

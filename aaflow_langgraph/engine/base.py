@@ -73,8 +73,10 @@ class Engine(Protocol):
     window: int
     device: torch.device
 
-    def start(self, past: Sequence[Piece], tail: Tail, *, grid: int | None) -> Run:
-        """A run whose past is ``past`` (gap-free from 0 to ``tail.start``) followed by ``tail``."""
+    def start(self, past: Sequence[Piece], tail: Tail, *, grid: int | None, priority: int = 0) -> Run:
+        """A run whose past is ``past`` (gap-free from 0 to ``tail.start``) followed by ``tail``. Where several runs want a
+        forward, those of a smaller ``priority`` go first.
+        """
 
 
 def chunk_spans(start: int, stop: int) -> list[tuple[int, int]]:

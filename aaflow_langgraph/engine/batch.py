@@ -1,8 +1,16 @@
-"""Requests that want a forward at the same moment share one: weights and shared extents are read once for all of them.
+"""Whatever is computed with a model waits in one line; requests whose turn it is share a forward, in which weights and
+shared extents are read once for all of them.
 
 No thread of its own: whoever comes while nobody computes computes for everybody who waits, and hands on (flat combining,
-Hendler et al., SPAA 2010). Requests join and leave between steps; first come, first served. A forward that fails is repeated
-request by request, so that one bad request never harms its neighbours.
+Hendler et al., SPAA 2010). Requests join and leave between forwards, first come, first served inside a priority. Two kinds of
+work stand in the line:
+
+* *steps* of requests that may share a forward. Those of a few tokens (streams) go first and whole; longer ones (prefills)
+  fill what they leave of the budget, cut where it ends, so that a stream waits for a small part of a prefill at most;
+* *calls* that must run alone: canonical chunks, whose bits must not depend on neighbours, and models without shared forwards.
+  Between two of them those who wait to share a forward have one.
+
+A forward that fails is repeated request by request, so that one bad request never harms its neighbours.
 
 Knows steps and how to run them; knows no broker, no sampler, no stream.
 """
@@ -11,21 +19,25 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from aaflow_langgraph.engine.attention import Past
+from aaflow_langgraph.engine.line import Waiting, leave
 
-MOST_ROWS = 64
-"""A step with more new tokens runs alone: its products are large enough, and those who decode wait for one such chunk at
-most."""
+Result = TypeVar("Result")
+
+SHORT_ROWS = 64
+"""A step of at most so many new tokens is not cut."""
 
 BUDGET_ROWS = 256
 """New tokens of one shared forward, all requests together."""
+
+MIXED_ROWS = 128
+"""The same where short and long steps meet. Smaller: streams wait less; larger: prefills waste less."""
 
 _WAIT_SHARE, _LONGEST_WAIT_S = 0.2, 0.02
 
@@ -40,14 +52,57 @@ class Step:
     position: int | torch.Tensor
     past: Past
     cache: Any
-    done: threading.Event = field(default_factory=threading.Event)
-    logits: torch.Tensor | None = None
+
+
+@dataclass(eq=False, slots=True)
+class _Work(Waiting):
+    """A place in the line: a step, or a call that runs alone."""
+
+    step: Step | None = None
+    call: Callable[[], Any] | None = None
+    arrived_s: float = 0.0
+    num_run: int = 0
+    result: Any = None
     error: BaseException | None = None
+    is_finished: bool = False
     leads: bool = False
+    wake: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def num_left(self) -> int:
+        """Tokens of a step that were not run yet."""
+        return 0 if self.step is None else len(self.step.token_ids) - self.num_run
+
+    @property
+    def is_long(self) -> bool:
+        """May it be cut?"""
+        return self.num_left > SHORT_ROWS
+
+    def finish(self, result: Any = None, error: BaseException | None = None) -> None:
+        """Let the caller go on."""
+        self.result, self.error, self.is_finished = result, error, True
+        self.wake.set()
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The next ``count`` tokens of a step, or a whole call (``count`` 0)."""
+
+    work: _Work
+    count: int
+
+    def step(self) -> Step:
+        """As a step of its own."""
+        whole, at = self.work.step, self.work.num_run
+        if whole is None:
+            raise RuntimeError("a call has no step")
+        if self.count == len(whole.token_ids):
+            return whole
+        return Step(whole.token_ids[at : at + self.count], whole.position + at, whole.past, whole.cache)
 
 
 class Batcher:
-    """Runs steps, together where they come together. Thread-safe.
+    """Runs steps, together where they come together, and calls, alone. Thread-safe.
 
     Args:
         run: One forward over some steps; logits ``[vocab]`` of each, in order.
@@ -64,89 +119,180 @@ class Batcher:
         self.num_steps = 0
         self.num_forwards = 0
         self.num_repeated = 0
+        self.longest_stall_s = 0.0
+        """Longest that a step of one token, a stream's, stood in the line before its forward began."""
         self._run = run
         self._engine_lock = lock
         self._clock = clock
         self._lock = threading.Lock()
         self._arrived = threading.Condition(self._lock)
-        self._queue: deque[Step] = deque()
+        self._line: list[_Work] = []
+        self._num_arrived = 0
         self._is_busy = False
+        self._was_alone = False
         self._last_size = 1
         self._last_s = 0.0
 
-    def step(self, mine: Step) -> torch.Tensor:
-        """Run one step; logits ``[vocab]`` after its last token. What its forward raises is raised here."""
+    @property
+    def progress(self) -> int | None:
+        """A number that grows with everything that is computed; None while something is."""
         with self._lock:
-            self._queue.append(mine)
+            return None if self._is_busy else self._num_arrived
+
+    def step(self, step: Step, priority: int = 0) -> torch.Tensor:
+        """Run a step; logits ``[vocab]`` after its last token. What its forward raises is raised here.
+
+        Its keys and values are in the tail behind ``length``, which is the caller's to advance.
+        """
+        length = step.past.tail.length
+        work = _Work(priority, 0, step=step)
+        try:
+            logits: torch.Tensor = self._wait(work)
+        finally:
+            if work.num_run:  # it was cut: its parts are each other's past
+                step.past.tail.length = length
+        return logits
+
+    def alone(self, call: Callable[[], Result], priority: int = 0) -> Result:
+        """Run ``call`` in its turn, while nothing else is computed with the model; what it raises is raised here.
+
+        It runs in any thread, and once more from its beginning when that thread is interrupted.
+        """
+        result: Result = self._wait(_Work(priority, 0, call=call))
+        return result
+
+    def _wait(self, mine: _Work) -> Any:
+        with self._lock:
+            mine.ticket, mine.arrived_s = self._num_arrived, self._clock()
+            self._num_arrived += 1
+            self._line.append(mine)
             mine.leads = not self._is_busy
             self._is_busy = True
             self._arrived.notify()
-        if not mine.leads:
-            mine.done.wait()
-        if mine.leads:
-            self._lead(mine)
+        try:
+            if not mine.leads:
+                mine.wake.wait()
+            while mine.leads and not mine.is_finished:
+                self._forward()
+        except BaseException:
+            self._withdraw(mine)
+            raise
+        finally:
+            self._hand_on(mine)
         if mine.error is not None:
             raise mine.error
-        if mine.logits is None:
-            raise RuntimeError("a step ended without logits")
-        return mine.logits
+        return mine.result
 
-    def _lead(self, mine: Step) -> None:
-        """Compute for everybody who waits, ``mine`` among them, then hand on."""
-        mine.done.clear()
-        try:
-            while not mine.done.is_set():
-                self._forward(self._gather())
-        finally:
-            with self._lock:
-                successor = self._queue[0] if self._queue else None
-                self._is_busy = successor is not None
-                if successor is not None:
-                    successor.leads = True
-            if successor is not None:
-                successor.done.set()
-
-    def _gather(self) -> list[Step]:
-        """The next steps, in order of arrival, within the budget.
-
-        Those who shared the last forward sample their tokens now and come back within a moment; waiting a part of a step for
-        them halves the number of forwards.
-        """
+    def _withdraw(self, mine: _Work) -> None:
+        """The caller is interrupted. What has not begun never will; what runs writes into the caller's tail, so wait for it."""
         with self._lock:
-            deadline = self._clock() + min(_WAIT_SHARE * self._last_s, _LONGEST_WAIT_S)
-            while len(self._queue) < self._last_size and (left := deadline - self._clock()) > 0:
-                self._arrived.wait(left)
-            taken = [self._queue.popleft()]
-            rows = len(taken[0].token_ids)
-            while self._queue and rows + len(self._queue[0].token_ids) <= BUDGET_ROWS:
-                taken.append(self._queue.popleft())
-                rows += len(taken[-1].token_ids)
-            return taken
+            waits = mine in self._line
+            if waits:
+                self._line.remove(mine)
+        while not (waits or mine.leads or mine.is_finished):
+            mine.wake.wait()
 
-    def _forward(self, steps: list[Step]) -> None:
+    def _hand_on(self, mine: _Work) -> None:
+        """Who led lets the next one of those who wait lead."""
+        with self._lock:
+            if not mine.leads:
+                return
+            mine.leads = False
+            successor = min(self._line, key=_turn, default=None)
+            self._is_busy = successor is not None
+            if successor is not None:
+                successor.leads = True
+                successor.wake.set()
+
+    def _forward(self) -> None:
+        """Compute once, for whose turn it is."""
+        parts = self._gather()
         started = self._clock()
+        streams = [part.work for part in parts if part.count == 1]
+        self.longest_stall_s = max([self.longest_stall_s, *(started - work.arrived_s for work in streams)])
+        self._was_alone = parts[0].work.call is not None
+        try:
+            if len(parts) > 1:
+                self._together(parts)
+            else:
+                self._one(parts[0])
+        finally:
+            # Whoever is not finished, cut or interrupted, goes back to the same place.
+            with self._lock:
+                self._line += [part.work for part in parts if not part.work.is_finished]
+                if not self._was_alone:
+                    self._last_size, self._last_s = len(parts), self._clock() - started
+                    self.num_steps += len(parts)
+                    self.num_forwards += 1
+
+    def _gather(self) -> list[_Part]:
+        """Take the next call, or the next steps within the budget, out of the line."""
+        with self._lock:
+            # Those who shared the last forward sample their tokens now and come back within a moment; waiting a part of a
+            # step for them halves the number of forwards.
+            deadline = self._clock() + min(_WAIT_SHARE * self._last_s, _LONGEST_WAIT_S)
+            while len(self._line) < self._last_size and (left := deadline - self._clock()) > 0:
+                self._arrived.wait(left)
+            first = min(self._line, key=_turn)
+            steps = [work for work in self._line if work.step is not None]
+            if first.call is not None and not (self._was_alone and any(w.priority <= first.priority for w in steps)):
+                parts = [_Part(first, 0)]
+            else:
+                parts = _fill(sorted(steps, key=_turn))
+            leave(self._line, [part.work for part in parts])
+            return parts
+
+    def _together(self, parts: Sequence[_Part]) -> None:
         try:
             with self._engine_lock:
-                for step, logits in zip(steps, self._run(steps), strict=True):
-                    step.logits = logits
-        except Exception as error:  # whatever it is, it belongs to one of them
-            self.num_repeated += len(steps) > 1
-            for step in steps:
-                self._alone(step, error if len(steps) == 1 else None)
-        with self._lock:
-            self._last_size, self._last_s = len(steps), self._clock() - started
-            self.num_steps += len(steps)
-            self.num_forwards += 1
-        for step in steps:
-            step.done.set()
+                logits = self._run([part.step() for part in parts])
+        except Exception:  # whatever it is, it belongs to one of them: find out to whom
+            self.num_repeated += 1
+            for part in parts:
+                self._one(part)
+            return
+        for part, result in zip(parts, logits, strict=True):
+            _advance(part, result)
 
-    def _alone(self, step: Step, error: Exception | None) -> None:
-        """Find out whose fault it was."""
-        if error is None:
-            try:
-                with self._engine_lock:
-                    step.logits = self._run([step])[0]
-                return
-            except Exception as own:
-                error = own
-        step.error = error
+    def _one(self, part: _Part) -> None:
+        work = part.work
+        try:
+            with self._engine_lock:
+                if work.call is not None:
+                    work.finish(work.call())
+                else:
+                    _advance(part, self._run([part.step()])[0])
+        except Exception as error:
+            work.finish(error=error)
+
+
+def _turn(work: _Work) -> tuple[bool, int, int]:
+    return work.turn
+
+
+def _fill(steps: Sequence[_Work]) -> list[_Part]:
+    """What shares the next forward, of steps in the order of their turns: short ones whole, long ones in what they leave."""
+    short = [work for work in steps if not work.is_long]
+    budget = MIXED_ROWS if 0 < len(short) < len(steps) else BUDGET_ROWS
+    parts: list[_Part] = []
+    # Stable: turns decide inside both kinds; the kind decides only among those of one priority who still have patience.
+    for work in sorted(steps, key=lambda work: (work.turn[:2], work.is_long)):
+        count = min(work.num_left, budget)
+        if count < work.num_left and not work.is_long:
+            break
+        if count == 0:
+            break
+        parts.append(_Part(work, count))
+        budget -= count
+    return parts
+
+
+def _advance(part: _Part, logits: torch.Tensor) -> None:
+    """A part of a step was run; ``logits`` are those after it."""
+    work = part.work
+    if part.count == work.num_left or work.step is None:
+        work.finish(logits)
+        return
+    work.step.past.tail.length += part.count
+    work.num_run += part.count
+    work.num_passed = 0

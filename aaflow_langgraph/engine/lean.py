@@ -28,7 +28,7 @@ from transformers.models.qwen3 import modeling_qwen3
 
 from aaflow_langgraph.engine.attention import Past
 from aaflow_langgraph.engine.batch import Step
-from aaflow_langgraph.engine.shared_attention import SharedPast
+from aaflow_langgraph.engine.shared_attention import SharedPast, TailRoom
 
 _FAMILIES: dict[str, Any] = {
     "Llama": modeling_llama,
@@ -125,6 +125,7 @@ class LeanForward:
         self._embedding, self._norm, self._head = embedding.weight.data, norm.weight.data, _product(head)
         self._products = [p for x in self._layers for p in (x.qkv, x.out, x.gate_up, x.down)] + [self._head]
         self._tables: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._tail_room = TailRoom()
         self._weights.append((self._rotary._buffers, "inv_freq"))
         self._addresses = [tensors[name].data_ptr() for tensors, name in self._weights]
         self._versions: list[int] = []
@@ -195,7 +196,8 @@ class LeanForward:
         rows, dim, width, eps = sum(counts), self._head_dim, self._norm.shape, self._eps
         tables = [self._rotation(step.position, count) for step, count in zip(steps, counts, strict=True)]
         cos, sin = (torch.cat(table) for table in zip(*tables, strict=True))
-        past = SharedPast([step.past for step in steps], counts)
+        past = SharedPast([step.past for step in steps], counts, self._tail_room)
+        last = torch.tensor(counts).cumsum(0) - 1
         ids = torch.tensor([token_id for step in steps for token_id in step.token_ids], device=self._like[1])
         hidden = functional.embedding(ids, self._embedding)
         for number, layer in enumerate(self._layers):
@@ -203,9 +205,13 @@ class LeanForward:
             heads = qkv.view(rows, -1, dim)
             self._turn(layer, qkv, heads, cos, sin)
             past.write(number, heads[:, self._num_heads :].view(rows, 2, -1, dim))
-            self._finish(layer, hidden, past.attend(number, heads[:, : self._num_heads], self._scale))
-        last = hidden[torch.tensor(counts).cumsum(0) - 1]
-        return list(self._head(functional.rms_norm(last, width, self._norm, eps)).unbind(0))
+            attended = past.attend(number, heads[:, : self._num_heads], self._scale)
+            if number + 1 == len(self._layers) and rows > len(steps):
+                # Behind the last layer's keys and values only the last row of each request is asked for.
+                attended, hidden = attended[last], hidden[last]
+            self._finish(layer, hidden, attended)
+        past.finish()
+        return list(self._head(functional.rms_norm(hidden, width, self._norm, eps)).unbind(0))
 
     def _finish(self, layer: _Layer, hidden: torch.Tensor, attended: torch.Tensor) -> None:
         """Add what a layer does behind its attention to ``hidden``, in place."""

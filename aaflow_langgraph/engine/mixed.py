@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
 import torch
@@ -107,16 +108,19 @@ class _Fast:
 
     def run(self, token_ids: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
         step = self._step(token_ids, positions, self._engine.layout.num_layers)
-        with self._engine.lock:
-            return self._engine.forward_step(step)
+        return self._engine.batcher.alone(partial(self._engine.forward_step, step))
 
     def check(self, token_ids: Sequence[int], positions: Sequence[int]) -> KeysValues:
         engine, step = self._engine, self._step(token_ids, positions, 1)
-        with engine.lock, attention.reading(step.past), torch.no_grad():
-            step.past.begin(len(token_ids))
-            if engine.lean is not None and engine.lean.ready():
-                return engine.lean.second_layer(token_ids, step.position, step.past)
-            return _until_second(engine, token_ids, step.position, step.cache.layers[0])
+
+        def check() -> KeysValues:
+            with attention.reading(step.past), torch.no_grad():
+                step.past.begin(len(token_ids))
+                if engine.lean is not None and engine.lean.ready():
+                    return engine.lean.second_layer(token_ids, step.position, step.past)
+                return _until_second(engine, token_ids, step.position, step.cache.layers[0])
+
+        return engine.batcher.alone(check)
 
     def _step(self, token_ids: Sequence[int], positions: Sequence[int], num_layers: int) -> Step:
         first, mixed = positions[0], self._mixed
@@ -149,13 +153,13 @@ class _Universal:
         engine = self._engine
         where, mask = self._place(positions)
         layers = [self._layer(number, where) for number in range(engine.layout.num_layers)]
-        with engine.lock, torch.no_grad():
-            return engine.forward(token_ids, where, cache_adapter.as_cache(layers), mask)
+        return engine.batcher.alone(partial(engine.forward, token_ids, where, cache_adapter.as_cache(layers), mask))
 
     def check(self, token_ids: Sequence[int], positions: Sequence[int]) -> KeysValues:
         where, mask = self._place(positions)
-        with self._engine.lock, torch.no_grad():
-            return _until_second(self._engine, token_ids, where, self._layer(0, where), mask)
+        return self._engine.batcher.alone(
+            partial(_until_second, self._engine, token_ids, where, self._layer(0, where), mask)
+        )
 
     def _place(self, positions: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Positions ``[T]`` and the additive mask ``[1, 1, T, S]`` of what each of them attends to."""

@@ -4,7 +4,8 @@
 
 Readers of one extent are folded into the query axis (Hydragen, arXiv 2402.05099), extent by extent, so the requests may share
 a tree or a forest. What is left of the tails, less than a block each, lies side by side in one buffer and is read by one call;
-whole blocks of a tail that has grown longer are read like an extent with one reader.
+whole blocks of a tail that has grown longer are read like an extent with one reader. A request with many more new tokens than
+the others (a prefill among streams) would pad that buffer for all: its new tokens attend to each other in a call of their own.
 """
 
 from __future__ import annotations
@@ -16,6 +17,25 @@ import torch
 from aaflow_langgraph.engine.attention import Past, flash
 from aaflow_langgraph.model import BLOCK_TOKENS
 
+KEPT_BYTES = 128 << 20
+"""A buffer for tails of at most this size is kept from one forward to the next: fresh pages cost more than the copy."""
+
+
+class TailRoom:
+    """Memory for the ends of tails, used by one forward at a time."""
+
+    def __init__(self) -> None:
+        self._kept: torch.Tensor | None = None
+
+    def take(self, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+        """A tensor of this shape that holds finite numbers only; what they are is left over from before."""
+        count = torch.Size(shape).numel()
+        if count * like.itemsize > KEPT_BYTES:
+            return like.new_zeros(shape)
+        if self._kept is None or self._kept.numel() < count:
+            self._kept = like.new_zeros(count * 3 // 2)  # tails grow by a token a step
+        return self._kept[:count].view(shape)
+
 
 class SharedPast:
     """What the layers of one forward over several requests attend to, and where they write. Lives for one forward.
@@ -23,56 +43,81 @@ class SharedPast:
     Rows are the new tokens of all requests, one after the other.
     """
 
-    def __init__(self, pasts: Sequence[Past], counts: Sequence[int]) -> None:
-        self._slots = []
-        self._all_rows = sum(counts)
-        first = pasts[0].tail.kv
+    def __init__(self, pasts: Sequence[Past], counts: Sequence[int], room: TailRoom) -> None:
+        num_rows = sum(counts)
+        # Padding all to the longest must not double the work.
+        is_long = [count * len(counts) > 2 * num_rows for count in counts]
         readers: dict[tuple[int, int], tuple[list[tuple[torch.Tensor, ...]], list[int]]] = {}
-        starts, at = [], 0
-        for past, count in zip(pasts, counts, strict=True):
-            past.begin(count)
-            starts.append(at)
+        short: list[tuple[Past, int, range]] = []
+        self._long: list[tuple[Past, range]] = []
+        at = 0
+        for past, count, alone in zip(pasts, counts, is_long, strict=True):
+            past.make_room(count)
             rows = range(at, at + count)
-            whole = past.tail.length // BLOCK_TOKENS * BLOCK_TOKENS
+            at += count
+            whole = past.tail.length if alone else past.tail.length // BLOCK_TOKENS * BLOCK_TOKENS
             for piece in past.pieces(whole):
                 keys = piece[0][0]
                 readers.setdefault((keys.data_ptr(), keys.shape[2]), (piece, []))[1].extend(rows)
-            self._slots.append(past.slots())
-            at += count
+            if alone:
+                self._long.append((past, rows))
+            else:
+                short.append((past, whole, rows))
         self._groups = [
-            (piece, None if len(rows) == self._all_rows else torch.tensor(rows)) for piece, rows in readers.values()
+            (piece, None if len(rows) == num_rows else torch.tensor(rows)) for piece, rows in readers.values()
         ]
-        # The rests of the tails, padded to the longest: under a block each.
-        rests = [past.tail.length % BLOCK_TOKENS for past in pasts]
+        self._short = [(past, rows) for past, _, rows in short]
+        self._short_rows = torch.tensor([row for _, rows in self._short for row in rows]) if self._long else None
+        self._most = 0
+        if short:
+            self._lay_out(short, room)
+
+    def _lay_out(self, short: Sequence[tuple[Past, int, range]], room: TailRoom) -> None:
+        """Copy the rests of the tails side by side, padded to the longest: under a block and the new tokens each."""
+        first = short[0][0].tail.kv
+        num_layers, _, num_heads, _, dim = first.shape
+        counts = [len(rows) for _, _, rows in short]
+        rests = [past.tail.length - whole for past, whole, _ in short]
         self._most = max(counts)
         length = max(rest + count for rest, count in zip(rests, counts, strict=True))
-        self._tails = first.new_zeros((first.shape[0], 2, len(pasts), first.shape[2], length, first.shape[4]))
-        hidden = torch.ones((len(pasts), 1, self._most, length), dtype=torch.bool)
+        self._tails = room.take((num_layers, 2, len(short), num_heads, length, dim), first)
+        self._rests = rests
+        hidden = torch.ones((len(short), 1, self._most, length), dtype=torch.bool)
         where: list[tuple[int, int, int]] = []
-        for number, (past, rest, count) in enumerate(zip(pasts, rests, counts, strict=True)):
-            whole = past.tail.length - rest
-            self._tails[:, :, number, :, :rest] = past.tail.kv[..., whole : past.tail.length, :]
-            for row in range(self._most):
-                hidden[number, 0, row, : rest + min(row, count - 1) + 1] = False
-            where += [(number, row, rest + row) for row in range(count)]
-        self._number, self._row, self._column = (torch.tensor(x) for x in zip(*where, strict=True))
+        for number, ((past, whole, _), rest, count) in enumerate(zip(short, rests, counts, strict=True)):
+            if rest:
+                self._tails[:, :, number, :, :rest] = past.tail.kv[..., whole : past.tail.length, :]
+            for at in range(self._most):
+                hidden[number, 0, at, : rest + min(at, count - 1) + 1] = False
+            where += [(number, at, rest + at) for at in range(count)]
+        request, row, column = (torch.tensor(x) for x in zip(*where, strict=True))
+        self._padded_rows = request * self._most + row
+        # Of a layer's buffer as rows of D: those of the new keys and values, [2, rows, H].
+        planes = (torch.arange(2)[:, None] * len(short) + request)[..., None] * num_heads + torch.arange(num_heads)
+        self._slots = (planes * length + column[:, None]).reshape(-1)
         self._mask = torch.zeros(hidden.shape, dtype=first.dtype).masked_fill_(hidden, float("-inf"))
-        self._counts = list(counts)
 
     def write(self, layer: int, keys_values: torch.Tensor) -> None:
-        """Store the new keys and values of a layer, ``[rows, 2, H, D]``, behind every tail."""
-        at = 0
-        for slots, count in zip(self._slots, self._counts, strict=True):
-            slots[layer].copy_(keys_values[at : at + count].permute(1, 2, 0, 3))
-            at += count
-        tails = self._tails[layer]
-        tails[0][self._number, :, self._column] = keys_values[:, 0]
-        tails[1][self._number, :, self._column] = keys_values[:, 1]
+        """Keep the new keys and values of a layer, ``[rows, 2, H, D]``, where ``attend`` reads them."""
+        for past, rows in self._long:
+            past.slots()[layer].copy_(keys_values[rows.start : rows.stop].permute(1, 2, 0, 3))
+        if self._most:
+            mine = keys_values if self._short_rows is None else keys_values[self._short_rows]
+            dim = mine.shape[-1]
+            self._tails[layer].view(-1, dim).index_copy_(0, self._slots, mine.transpose(0, 1).reshape(-1, dim))
+
+    def finish(self) -> None:
+        """Store what the short requests wrote behind their tails. Those of long ones have it."""
+        if not self._most:
+            return
+        for number, ((past, rows), rest) in enumerate(zip(self._short, self._rests, strict=True)):
+            at = past.tail.length
+            past.tail.kv[..., at : at + len(rows), :] = self._tails[:, :, number, :, rest : rest + len(rows)]
 
     def attend(self, layer: int, query: torch.Tensor, scale: float) -> torch.Tensor:
         """``query [rows, Hq, D]``, each over everything up to itself; ``[rows, Hq * D]`` in the query's dtype."""
-        rows, num_heads, dim = query.shape
-        out, lse = self._over_tails(layer, query, scale)
+        num_rows, num_heads, dim = query.shape
+        out, lse = self._over_own(layer, query, scale)
         for piece, some in self._groups:
             asked = query if some is None else query[some]
             keys, values = piece[layer]
@@ -86,24 +131,50 @@ class SharedPast:
                 mine = (old - weight).sigmoid_()
                 out[some] = other.lerp_(before, mine.unsqueeze(-1))
                 lse[some] = torch.logaddexp(old, weight)
-        return out.to(query.dtype).reshape(rows, num_heads * dim)
+        return out.to(query.dtype).reshape(num_rows, num_heads * dim)
+
+    def _over_own(self, layer: int, query: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Over what no extent holds, causally: ``[rows, Hq, D]`` and ``[rows, Hq]``, fp32."""
+        if not self._long:
+            return self._over_tails(layer, query, scale)
+        out = query.new_empty(query.shape, dtype=torch.float32)
+        lse = query.new_empty(query.shape[:2], dtype=torch.float32)
+        for past, rows in self._long:
+            keys, values = past.slots()[layer].unsqueeze(1).unbind(0)
+            mine, weight = flash(query[rows.start : rows.stop].transpose(0, 1)[None], keys, values, scale, causal=True)
+            out[rows.start : rows.stop], lse[rows.start : rows.stop] = (
+                mine[0].transpose(0, 1),
+                weight[0].transpose(0, 1),
+            )
+        if self._most:
+            out[self._short_rows], lse[self._short_rows] = self._over_tails(layer, query[self._short_rows], scale)
+        return out, lse
 
     def _over_tails(self, layer: int, query: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Over what is in the buffer, causally: ``[rows, Hq, D]`` and ``[rows, Hq]``, fp32."""
-        num_requests = len(self._counts)
-        if self._most == 1:
-            padded = query.unsqueeze(2)
-        else:
-            padded = query.new_zeros((num_requests, self._most, *query.shape[1:]))
-            padded[self._number, self._row] = query
-            padded = padded.transpose(1, 2)
+        """Over what is in the buffer, for the rows of the short requests: ``[rows, Hq, D]`` and ``[rows, Hq]``, fp32."""
         keys, values = self._tails[layer].unbind(0)
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            padded, keys, values, 0.0, False, attn_mask=self._mask, scale=scale
+        count, num_kv_heads, length, dim = keys.shape
+        num_heads, most = query.shape[1], self._most
+        group = num_heads // num_kv_heads
+        padded = query
+        if most > 1:
+            padded = query.new_zeros((count * most, num_heads, dim))
+            padded[self._padded_rows] = query
+        # The heads that share a KV head are more queries over it: [n, most, Hq, D] -> [n, H, group * most, D].
+        folded = (
+            padded.view(count, most, num_kv_heads, group, dim)
+            .permute(0, 2, 3, 1, 4)
+            .reshape(count, num_kv_heads, -1, dim)
         )
-        if self._most == 1:
-            return out.squeeze(2).float(), lse.squeeze(2)
-        return out.transpose(1, 2)[self._number, self._row].float(), lse.transpose(1, 2)[self._number, self._row]
+        mask = self._mask[:, :, None].expand(-1, -1, group, -1, -1).reshape(count, 1, group * most, length)
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            folded, keys, values, 0.0, False, attn_mask=mask, scale=scale
+        )
+        out = out.view(count, num_kv_heads, group, most, dim).permute(0, 3, 1, 2, 4).reshape(-1, num_heads, dim)
+        lse = lse.reshape(count, num_kv_heads, group, most).permute(0, 3, 1, 2).reshape(-1, num_heads)
+        if most > 1:
+            out, lse = out[self._padded_rows], lse[self._padded_rows]
+        return out.float(), lse
 
 
 def _over_extent(

@@ -15,6 +15,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from transformers.utils.hub import cached_file
 from aaflow_langgraph.engine import attention, cache_adapter, lean, mixed
 from aaflow_langgraph.engine.attention import FastPathRefused, Past
 from aaflow_langgraph.engine.base import Piece, Tail, chunk_spans
-from aaflow_langgraph.engine.batch import MOST_ROWS, Batcher, Step
+from aaflow_langgraph.engine.batch import Batcher, Step
 from aaflow_langgraph.engine.fingerprint import make_namespace, read_cached, write_cached
 from aaflow_langgraph.engine.rotary import Rotation
 from aaflow_langgraph.engine.turns import ChatFrame
@@ -181,11 +182,11 @@ class TransformersEngine:
                 return self.lean(step.token_ids, step.position, past).clone()
             return self.forward(step.token_ids, step.position, step.cache)
 
-    def start(self, past: Sequence[Piece], tail: Tail, *, grid: int | None) -> _Run:
+    def start(self, past: Sequence[Piece], tail: Tail, *, grid: int | None, priority: int = 0) -> _Run:
         """See ``Engine.start``."""
         if self.read_path == "fast":
-            return _FastRun(self, past, tail, grid)
-        return _UniversalRun(self, past, tail)
+            return _FastRun(self, past, tail, grid, priority)
+        return _UniversalRun(self, past, tail, priority)
 
     def check_fits(self, num_tokens: int, max_tokens: int = 0) -> None:
         """Refuse a request that does not fit the model's window.
@@ -376,10 +377,10 @@ class TransformersEngine:
         """The same logits by the read path: a first run, its tail read as a piece by a second, then token by token."""
         cut, last = len(ids) // 2, len(ids) - 2
         first = _HeapTail(self, 0)
-        kind: Callable[..., _Run] = _FastRun if path == "fast" else lambda e, p, t, _: _UniversalRun(e, p, t)
-        kind(self, (), first, None).prefill(ids[:cut])
+        kind: Callable[..., _Run] = _FastRun if path == "fast" else lambda e, p, t, _, n: _UniversalRun(e, p, t, n)
+        kind(self, (), first, None, 0).prefill(ids[:cut])
         second = _HeapTail(self, cut)
-        run = kind(self, (Piece(first.kv[..., :cut, :], 0, cut),), second, None)
+        run = kind(self, (Piece(first.kv[..., :cut, :], 0, cut),), second, None, 0)
         run.prefill(ids[cut:last])
         run.decode(ids[last])
         return run.decode(ids[last + 1]).float()
@@ -388,9 +389,10 @@ class TransformersEngine:
 class _Run:
     """Shared part of both read paths."""
 
-    def __init__(self, engine: TransformersEngine, tail: Tail) -> None:
+    def __init__(self, engine: TransformersEngine, tail: Tail, priority: int) -> None:
         self._engine = engine
         self._tail = tail
+        self._priority = priority
         self.position = tail.start + tail.length
 
     def prefill(self, token_ids: Sequence[int]) -> torch.Tensor:
@@ -412,8 +414,10 @@ class _Run:
 class _FastRun(_Run):
     """Reads pieces where they lie."""
 
-    def __init__(self, engine: TransformersEngine, past: Sequence[Piece], tail: Tail, grid: int | None) -> None:
-        super().__init__(engine, tail)
+    def __init__(
+        self, engine: TransformersEngine, past: Sequence[Piece], tail: Tail, grid: int | None, priority: int
+    ) -> None:
+        super().__init__(engine, tail, priority)
         self._past = Past(past, tail, grid)
         me = weakref.proxy(
             self
@@ -428,11 +432,10 @@ class _FastRun(_Run):
     def _step(self, token_ids: Sequence[int]) -> torch.Tensor:
         engine, step = self._engine, Step(token_ids, self.position, self._past, self._cache)
         # One forward at a time per engine: two that share the cores are slower than two in turn, and one for both is faster.
-        if engine.batches and self._past.grid is None and len(token_ids) <= MOST_ROWS:
-            logits = engine.batcher.step(step)
+        if engine.batches and self._past.grid is None:
+            logits = engine.batcher.step(step, self._priority)
         else:
-            with engine.lock:
-                logits = engine.forward_step(step)
+            logits = engine.batcher.alone(partial(engine.forward_step, step), self._priority)
         self._tail.length += len(token_ids)
         self.position += len(token_ids)
         return logits
@@ -441,8 +444,8 @@ class _FastRun(_Run):
 class _UniversalRun(_Run):
     """Keeps one contiguous copy of the whole past beside the tail and hands it to the model's own attention."""
 
-    def __init__(self, engine: TransformersEngine, past: Sequence[Piece], tail: Tail) -> None:
-        super().__init__(engine, tail)
+    def __init__(self, engine: TransformersEngine, past: Sequence[Piece], tail: Tail, priority: int) -> None:
+        super().__init__(engine, tail, priority)
         self._num_new = 0
         self._all = torch.empty(
             engine.layout.shape(_roomy(self.position)), dtype=engine.model.dtype, device=engine.device
@@ -462,15 +465,15 @@ class _UniversalRun(_Run):
         )
 
     def _step(self, token_ids: Sequence[int]) -> torch.Tensor:
-        with self._engine.lock, torch.no_grad():
-            self._num_new = len(token_ids)
-            self._tail.ensure(self._tail.length + self._num_new)
-            stop = self.position + self._num_new
-            if stop > self._all.shape[3]:
-                larger = self._all.new_empty(self._engine.layout.shape(_roomy(stop)))
-                larger[..., : self.position, :] = self._all[..., : self.position, :]
-                self._all = larger
-            logits = self._engine.forward(token_ids, self.position, self._cache)
+        self._num_new = len(token_ids)
+        self._tail.ensure(self._tail.length + self._num_new)
+        stop = self.position + self._num_new
+        if stop > self._all.shape[3]:
+            larger = self._all.new_empty(self._engine.layout.shape(_roomy(stop)))
+            larger[..., : self.position, :] = self._all[..., : self.position, :]
+            self._all = larger
+        forward = partial(self._engine.forward, token_ids, self.position, self._cache)
+        logits = self._engine.batcher.alone(forward, self._priority)
         self._tail.length += self._num_new
         self.position = stop
         return logits

@@ -76,7 +76,9 @@ class DryEngine(TransformersEngine):
             answers=answers,
         )
 
-    def start(self, past: Sequence[Piece], tail: Tail, *, grid: int | None) -> _DryRun:  # type: ignore[override]
+    def start(  # type: ignore[override]
+        self, past: Sequence[Piece], tail: Tail, *, grid: int | None, priority: int = 0
+    ) -> _DryRun:
         """A run that notes positions and nothing else."""
         return _DryRun(self, tail)
 
