@@ -9,7 +9,6 @@ the page cache does not have is read 1.1 to 2.9 times as fast as by a mapping: o
 
 from __future__ import annotations
 
-import errno
 import os
 
 import xxhash
@@ -17,9 +16,6 @@ import xxhash
 from aaflow_langgraph.errors import IntegrityError
 
 PIECE_BYTES = 1 << 20
-
-DAMAGED = frozenset({errno.EIO, errno.EFAULT, errno.EBADMSG, errno.EUCLEAN})
-"""What a file system answers when the bytes are lost; everything else may pass."""
 
 
 def read_checked(fd: int, offset: int, into: memoryview) -> str:

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 from aaflow_langgraph.errors import ConfigError, IntegrityError, KVMissing
 from aaflow_langgraph.hashing import digest, extent_name, token_bytes
 from aaflow_langgraph.model import BLOCK_TOKENS, BlockHash, KVLayout
+from aaflow_langgraph.pool._reading import OpenFile
 
 FORMAT = "aaflow-langgraph extent"
 FORMAT_VERSION = 1
@@ -129,7 +130,7 @@ def encode(extent: StoredExtent, namespace: str, layout: KVLayout) -> bytes:
     return (size - 8).to_bytes(8, "little") + text.ljust(size - 8)
 
 
-def read_head(fd: int, namespace: str, layout: KVLayout, wanted: StoredExtent | None = None) -> Head:
+def read_head(opened: OpenFile, namespace: str, layout: KVLayout, wanted: StoredExtent | None = None) -> Head:
     """Read and check everything but the KV. A file that is, up to there, what ``wanted`` would be written as needs no look at
     its fields.
 
@@ -137,7 +138,7 @@ def read_head(fd: int, namespace: str, layout: KVLayout, wanted: StoredExtent | 
         IntegrityError: The file is damaged, cut off, or of another model. Way out: fail; whoever reads it quarantines.
         KVMissing: A newer version wrote it. Way out: recompute.
     """
-    file_bytes = os.fstat(fd).st_size
+    fd, file_bytes = opened
     front = os.pread(fd, ALIGNMENT_BYTES, 0)
     header_bytes = 8 + int.from_bytes(front[:8], "little")
     if len(front) < ALIGNMENT_BYTES or header_bytes % ALIGNMENT_BYTES or header_bytes > MAX_HEADER_BYTES:

@@ -16,16 +16,15 @@ import contextlib
 import errno
 import os
 import secrets
-import stat
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from aaflow_langgraph.errors import CapacityError, ConfigError, Evicted, IntegrityError, KVMissing
+from aaflow_langgraph.errors import CapacityError, ConfigError
 from aaflow_langgraph.pool import _placed
-from aaflow_langgraph.pool._checked_read import DAMAGED
 from aaflow_langgraph.pool._disk_root import claim
 from aaflow_langgraph.pool._listing import FILE, FileFacts, Listing
+from aaflow_langgraph.pool._reading import Reading
 
 KEPT_IN_QUARANTINE = 8
 
@@ -44,6 +43,7 @@ class Shelf:
         self._namespace = namespace
         self._lock = threading.Lock()
         self._num_inside = 0
+        self._inside = Inside(self._enter, self._leave)
         self._fds = contextlib.ExitStack()
         try:
             self._root = self._kept(claim(directory))
@@ -68,73 +68,17 @@ class Shelf:
         if last:
             self._fds.close()
 
-    @contextlib.contextmanager
-    def inside(self) -> Iterator[None]:
+    def inside(self) -> Inside:
         """Keeps the descriptors open: a number that was closed may be somebody else's directory a moment later.
 
         Raises:
             ValueError: Closed.
         """
-        with self._lock:
-            if self.closed:
-                raise ValueError("the disk pool is closed")
-            self._num_inside += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._num_inside -= 1
-                last = self.closed and self._num_inside == 0
-            if last:
-                self._fds.close()
+        return self._inside
 
-    @contextlib.contextmanager
-    def regular(self, file: str) -> Iterator[int]:
-        """A descriptor for reading. What goes wrong with the file inside of the block is told with its name.
-
-        Raises:
-            Evicted: It is not there. Way out: recompute.
-            KVMissing: It cannot be read now. Way out: recompute.
-            IntegrityError: The disk lost it, or it is no file; links are not followed. Way out: fail.
-        """
-        try:
-            with self._folder(file) as folder:
-                fd = os.open(file, _placed.FILE_FLAGS, dir_fd=folder)
-        except FileNotFoundError as error:
-            raise Evicted(f"{self.where(file)} is not there: it was never written, or removed to make room") from error
-        except OSError as error:
-            if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.ENXIO):
-                raise IntegrityError(
-                    f"{self.where(file)} is a link or something else, no file; not followed"
-                ) from error
-            raise self._unreadable(file, error) from error
-        try:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise IntegrityError("a directory or something else, no file")
-            yield fd
-        except IntegrityError as error:
-            raise IntegrityError(f"{self.where(file)}: {error}") from error
-        except OSError as error:
-            raise self._unreadable(file, error) from error
-        finally:
-            os.close(fd)
-
-    @contextlib.contextmanager
-    def quarantining(self, file: str, now_ns: int) -> Iterator[None]:
-        """Move a file, or what is in its place, away when the block finds it damaged. The oldest in quarantine go for it."""
-        try:
-            yield
-        except IntegrityError as error:
-            name = f"{now_ns:020d}-{secrets.token_hex(4)}-{file}"
-            try:
-                with self._folder(file) as folder:
-                    os.rename(file, name, src_dir_fd=folder, dst_dir_fd=self._quarantine)
-            except OSError as refused:  # somebody else moved it, or nothing can be moved
-                raise IntegrityError(f"{error}; not moved to quarantine: {refused.strerror}") from error
-            for old in self.quarantined()[:-KEPT_IN_QUARANTINE]:
-                with contextlib.suppress(OSError):  # a directory stays: it is not ours
-                    os.unlink(old, dir_fd=self._quarantine)
-            raise IntegrityError(f"{error}; moved to quarantine/") from error
+    def reading(self, file: str, found_ns: int | None = None) -> Reading:
+        """A file, open for reading. With ``found_ns``, one that is found damaged is moved to quarantine at that time."""
+        return Reading(self._files, self._checked(file)[:2], file, self.where, self._to_quarantine, found_ns)
 
     @contextlib.contextmanager
     def writing(self, num_bytes: int = 0) -> Iterator[None]:
@@ -231,6 +175,44 @@ class Shelf:
             raise ConfigError(f"{file!r:.100} is no name of a file of a disk pool")
         return file
 
-    def _unreadable(self, file: str, error: OSError) -> IntegrityError | KVMissing:
-        what = f"{self.where(file)} cannot be read: {error.strerror}"
-        return IntegrityError(what) if error.errno in DAMAGED else KVMissing(f"{what}; it is recomputed")
+    def _to_quarantine(self, file: str, now_ns: int) -> str:
+        """Move a file, or what is in its place, away; the oldest in quarantine go for it. How that went."""
+        name = f"{now_ns:020d}-{secrets.token_hex(4)}-{file}"
+        try:
+            with self._folder(file) as folder:
+                os.rename(file, name, src_dir_fd=folder, dst_dir_fd=self._quarantine)
+        except OSError as refused:  # somebody else moved it, or nothing can be moved
+            return f"not moved to quarantine: {refused.strerror}"
+        for old in self.quarantined()[:-KEPT_IN_QUARANTINE]:
+            with contextlib.suppress(OSError):  # a directory stays: it is not ours
+                os.unlink(old, dir_fd=self._quarantine)
+        return "moved to quarantine/"
+
+    def _enter(self) -> None:
+        with self._lock:
+            if self.closed:
+                raise ValueError("the disk pool is closed")
+            self._num_inside += 1
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._num_inside -= 1
+            last = self.closed and self._num_inside == 0
+        if last:
+            self._fds.close()
+
+
+class Inside:
+    """One for all who are inside: it keeps nothing of its own."""
+
+    __slots__ = ("_enter", "_leave")
+
+    def __init__(self, enter: Callable[[], None], leave: Callable[[], None]) -> None:
+        self._enter = enter
+        self._leave = leave
+
+    def __enter__(self) -> None:
+        self._enter()
+
+    def __exit__(self, *error: object) -> None:
+        self._leave()

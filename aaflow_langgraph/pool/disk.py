@@ -22,6 +22,7 @@ from aaflow_langgraph.evict.lru import least_recently_used
 from aaflow_langgraph.model import Finding, KVLayout, Recipe, Tier
 from aaflow_langgraph.pool import _recipe_file, _safetensors
 from aaflow_langgraph.pool._checked_read import checksum, read_checked
+from aaflow_langgraph.pool._reading import OpenFile
 from aaflow_langgraph.pool._room import EXTENT, RECIPE, Room
 from aaflow_langgraph.pool._safetensors import ALIGNMENT_BYTES, DIGEST, Head, StoredExtent
 from aaflow_langgraph.pool._shelf import Shelf
@@ -146,14 +147,14 @@ class DiskPool:
             ValueError: ``into`` is not of this extent's shape.
         """
         file = self._file(extent.name if isinstance(extent, StoredExtent) else extent, EXTENT)
-        with self._shelf.inside(), self._shelf.quarantining(file, self._clock()), self._shelf.regular(file) as fd:
-            head = self._head(fd, file, extent)
+        with self._shelf.inside(), self._shelf.reading(file, self._clock()) as opened:
+            head = self._head(opened, file, extent)
             self._require_kv("into", into, head.extent)
             in_place = into.is_cpu and into.is_contiguous()
             target = into if in_place else torch.empty(into.shape, dtype=into.dtype)
-            if read_checked(fd, head.kv_offset, tensor_bytes(target)) != head.extent.checksum:
+            if read_checked(opened.fd, head.kv_offset, tensor_bytes(target)) != head.extent.checksum:
                 raise IntegrityError("its KV does not have its checksum")
-            self._touch(fd)
+            self._touch(opened.fd)
         if not in_place:
             into.copy_(target)
         return head.extent
@@ -164,8 +165,8 @@ class DiskPool:
         Whoever uses a chain of extents touches its last one first, so that the last one is the first to go.
         """
         file = self._file(name, EXTENT)
-        with self._shelf.inside(), contextlib.suppress(KVMissing, IntegrityError), self._shelf.regular(file) as fd:
-            self._touch(fd)
+        with self._shelf.inside(), contextlib.suppress(KVMissing, IntegrityError), self._shelf.reading(file) as opened:
+            self._touch(opened.fd)
 
     def remove(self, name: str) -> bool:
         """Remove an extent; False when it was not there. Who is reading it reads on.
@@ -187,9 +188,9 @@ class DiskPool:
             found = [Finding("I11", f"{name} is none of ours") for name in self._shelf.foreign()]
         for file in files:
             try:
-                moving = self._shelf.quarantining(file, self._clock()) if quarantine else contextlib.nullcontext()
-                with self._shelf.inside(), moving, self._shelf.regular(file) as fd:
-                    extent = self._head(fd, file, file.removesuffix(EXTENT)).extent
+                found_ns = self._clock() if quarantine else None
+                with self._shelf.inside(), self._shelf.reading(file, found_ns) as opened:
+                    extent = self._head(opened, file, file.removesuffix(EXTENT)).extent
             except Evicted:  # removed since it was listed
                 continue
             except (IntegrityError, KVMissing) as error:
@@ -223,11 +224,10 @@ class DiskPool:
         with (
             self._shelf.inside(),
             contextlib.suppress(KVMissing, RecipeMissing, IntegrityError),
-            self._shelf.quarantining(file, self._clock()),
-            self._shelf.regular(file) as fd,
+            self._shelf.reading(file, self._clock()) as opened,
         ):
-            recipe = self._recipe(fd, file)
-            self._touch(fd)
+            recipe = self._recipe(opened, file)
+            self._touch(opened.fd)
             return recipe
         return None
 
@@ -257,8 +257,8 @@ class DiskPool:
             for file in listing:
                 if file.endswith(RECIPE):
                     try:
-                        with self._shelf.regular(file) as fd:
-                            self._recipe(fd, file)
+                        with self._shelf.reading(file) as opened:
+                            self._recipe(opened, file)
                     except Evicted:
                         continue
                     except (IntegrityError, KVMissing, RecipeMissing) as error:
@@ -278,10 +278,10 @@ class DiskPool:
     def _num_used_bytes(self) -> int:
         return sum(facts.num_bytes for facts in self._shelf.listing.files().values())
 
-    def _head(self, fd: int, file: str, wanted: StoredExtent | str) -> Head:
+    def _head(self, opened: OpenFile, file: str, wanted: StoredExtent | str) -> Head:
         """The header of a file, which is what its name says and what is wanted."""
         known = wanted if isinstance(wanted, StoredExtent) else None
-        head = _safetensors.read_head(fd, self.namespace, self.layout, known)
+        head = _safetensors.read_head(opened, self.namespace, self.layout, known)
         if head.extent is known:
             return head
         if head.extent.name + EXTENT != file:
@@ -290,10 +290,9 @@ class DiskPool:
             raise IntegrityError("holds other tokens or hashes than asked for under this name")
         return head
 
-    def _recipe(self, fd: int, file: str) -> Recipe:
-        size = os.fstat(fd).st_size
-        text = bytearray(min(size, _recipe_file.MAX_BYTES + 1))
-        os.preadv(fd, [text], 0)
+    def _recipe(self, opened: OpenFile, file: str) -> Recipe:
+        text = bytearray(min(opened.num_bytes, _recipe_file.MAX_BYTES + 1))
+        os.preadv(opened.fd, [text], 0)
         recipe = _recipe_file.decode(bytes(text))
         if recipe.kv_id + RECIPE != file or recipe.namespace != self.namespace:
             raise IntegrityError(f"holds the recipe of {recipe.kv_id} in namespace {recipe.namespace}")
@@ -303,9 +302,9 @@ class DiskPool:
         """Is a whole file of this name there? A damaged one is moved away."""
         file = extent.name + EXTENT
         try:
-            with self._shelf.quarantining(file, self._clock()), self._shelf.regular(file) as fd:
-                self._head(fd, file, extent)
-                self._touch(fd)
+            with self._shelf.reading(file, self._clock()) as opened:
+                self._head(opened, file, extent)
+                self._touch(opened.fd)
         except (KVMissing, IntegrityError):
             return False
         return True
@@ -313,9 +312,9 @@ class DiskPool:
     def _check_payload(self, extent: StoredExtent) -> list[Finding]:
         file = extent.name + EXTENT
         try:
-            with self._shelf.inside(), self._shelf.regular(file) as fd:
-                head = self._head(fd, file, extent)
-                if checksum(fd, head.kv_offset, self.layout.num_bytes(extent.num_rows)) == head.extent.checksum:
+            with self._shelf.inside(), self._shelf.reading(file) as opened:
+                head = self._head(opened, file, extent)
+                if checksum(opened.fd, head.kv_offset, self.layout.num_bytes(extent.num_rows)) == head.extent.checksum:
                     return []
         except Evicted:
             return []

@@ -20,6 +20,7 @@ from aaflow_langgraph.model import KVLayout, Recipe
 from aaflow_langgraph.pool import _placed, _safetensors
 from aaflow_langgraph.pool._disk_root import MARKER, claim
 from aaflow_langgraph.pool._listing import FILE
+from aaflow_langgraph.pool._reading import OpenFile
 from aaflow_langgraph.pool._recipe_file import MAX_BYTES, decode
 from aaflow_langgraph.pool._room import EXTENT, RECIPE
 from aaflow_langgraph.pool._safetensors import StoredExtent
@@ -214,7 +215,8 @@ def _described(folder: int, file: str, namespace: str, layout: KVLayout | None) 
     fd = os.open(file, _placed.FILE_FLAGS, dir_fd=folder)
     try:
         shape = layout or _own_layout(fd)
-        return _safetensors.read_head(fd, namespace, shape).extent, shape
+        opened = OpenFile(fd, os.fstat(fd).st_size)
+        return _safetensors.read_head(opened, namespace, shape).extent, shape
     finally:
         os.close(fd)
 

@@ -245,9 +245,9 @@ def test_a_missing_extent_is_a_miss(open_pool: Callable[..., DiskPool]) -> None:
 def test_who_reads_is_not_harmed_by_a_removal(open_pool: Callable[..., DiskPool], tmp_path: Path) -> None:
     pool, extent = open_pool(), extent_of(10)
     pool.write(extent, kv_of(extent))
-    with pool._shelf.regular(f"{extent.name}.safetensors") as fd:
+    with pool._shelf.reading(f"{extent.name}.safetensors") as opened:
         assert pool.remove(extent.name)
-        assert os.pread(fd, 1 << 20, 4096).startswith(bytes(tensor_bytes(kv_of(extent))))
+        assert os.pread(opened.fd, 1 << 20, 4096).startswith(bytes(tensor_bytes(kv_of(extent))))
     with pytest.raises(Evicted):
         pool.read(extent, empty(extent))
     assert pool.used_bytes == 0
