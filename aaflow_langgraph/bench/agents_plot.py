@@ -25,6 +25,7 @@ def draw(document: dict[str, Any], path: Path) -> None:
     """Write the picture as SVG, the same bytes for the same numbers. ``compose_plot.check_plot`` says what that needs."""
     import matplotlib
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, StrMethodFormatter
 
     contexts = [facts["context"] for facts in document["contexts"]]
     rows = [row for row in document["rows"] if row["total_s"] is not None]
@@ -50,6 +51,8 @@ def draw(document: dict[str, Any], path: Path) -> None:
                 axes.set_xscale("log", base=2)
                 axes.set_yscale("log")
                 axes.set_xticks(counts, [str(count) for count in counts])
+                axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+                axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
                 axes.minorticks_off()
                 axes.set(xlabel=f"agents on {context:,} tokens", ylabel=label)
                 axes.grid(visible=True, alpha=0.2)
