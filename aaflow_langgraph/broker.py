@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -51,6 +52,7 @@ from aaflow_langgraph.recipes import RecipeBook
 from aaflow_langgraph.requests import How, Requests
 from aaflow_langgraph.results import Composed, ComposeReport, Generation, Prefilled, Stats, TokenDelta, Transfer
 from aaflow_langgraph.store import ExtentStore
+from aaflow_langgraph.threads import in_thread
 
 HandleLike = KVHandle | KVComposite | Mapping[str, Any]
 Result = TypeVar("Result")
@@ -399,6 +401,7 @@ class KVBroker:
         raw: bool = False,
         label: str = "",
         deterministic: bool = False,
+        priority: int = 0,
         kv: bool = True,
         cancel: threading.Event | None = None,
     ) -> Prefilled:
@@ -411,6 +414,7 @@ class KVBroker:
             raw: No chat frame: only the text's own token ids.
             label: Short name for people.
             deterministic: Read canonical KV only, so that bits do not depend on what was cached.
+            priority: Requests with a smaller number go first; equal ones in the order they came. Nobody waits for ever.
             kv: False looks nothing up and publishes nothing, for this request.
             cancel: Set it from anywhere to stop before the next forward.
 
@@ -429,7 +433,7 @@ class KVBroker:
             extension.token_ids,
             extension.turns,
             operator,
-            self._how(deterministic, label, cancel, kv),
+            self._how(deterministic, label, cancel, kv, priority),
             num_shared=extension.num_shared,
             text=text,
         )
@@ -444,6 +448,7 @@ class KVBroker:
         sampling: Sampling | None = None,
         label: str = "",
         deterministic: bool = False,
+        priority: int = 0,
         seed_path: str = "",
         kv: bool = True,
         on_token: Callable[[TokenDelta], None] | None = None,
@@ -459,6 +464,7 @@ class KVBroker:
             sampling: Greedy with up to 256 new tokens unless given.
             label: Short name for people.
             deterministic: Run alone, read canonical KV only: tokens equal those of a run without any cache, bit for bit.
+            priority: As in ``prefill``.
             seed_path: Mixed into a derived seed, so that siblings differ and a re-run repeats.
             kv: As in ``prefill``.
             on_token: Called with every new token as it is known, on the calling thread.
@@ -476,6 +482,7 @@ class KVBroker:
             sampling=sampling,
             label=label,
             deterministic=deterministic,
+            priority=priority,
             seed_path=seed_path,
             kv=kv,
             cancel=cancel,
@@ -492,6 +499,7 @@ class KVBroker:
         sampling: Sampling | None = None,
         label: str = "",
         deterministic: bool = False,
+        priority: int = 0,
         seed_path: str = "",
         kv: bool = True,
         cancel: threading.Event | None = None,
@@ -509,7 +517,7 @@ class KVBroker:
             known,
             extension,
             sampling,
-            self._how(deterministic, label, cancel, kv),
+            self._how(deterministic, label, cancel, kv, priority),
             text=lambda: prompt,
             seed_name=known.kv_id if known else "",
             seed_path=seed_path,
@@ -527,6 +535,7 @@ class KVBroker:
         sampling: Sampling | None = None,
         label: str = "",
         deterministic: bool = False,
+        priority: int = 0,
         seed_path: str = "",
         kv: bool = True,
         on_token: Callable[[TokenDelta], None] | None = None,
@@ -545,6 +554,7 @@ class KVBroker:
             sampling: Greedy with up to 256 new tokens unless given.
             label: Short name for people.
             deterministic: As in ``generate``.
+            priority: As in ``prefill``.
             seed_path: As in ``generate``.
             kv: False looks nothing up and publishes nothing, for this request.
             on_token: As in ``generate``.
@@ -562,6 +572,7 @@ class KVBroker:
             sampling=sampling,
             label=label,
             deterministic=deterministic,
+            priority=priority,
             seed_path=seed_path,
             kv=kv,
             cancel=cancel,
@@ -578,6 +589,7 @@ class KVBroker:
         sampling: Sampling | None = None,
         label: str = "",
         deterministic: bool = False,
+        priority: int = 0,
         seed_path: str = "",
         kv: bool = True,
         cancel: threading.Event | None = None,
@@ -590,7 +602,7 @@ class KVBroker:
         sampling = _checked(sampling)
         ids = self.engine.check_token_ids(token_ids)
         end = self.engine.check_token_ids(end_of_turn) if end_of_turn else ()
-        how = self._how(deterministic, label, cancel, kv)
+        how = self._how(deterministic, label, cancel, kv, priority)
         self._check_open()
         for kv_id in near if how.kv else ():
             self.find_recipe(kv_id)
@@ -843,9 +855,13 @@ class KVBroker:
             disk_used_bytes=store.disk.used_bytes if store.disk else 0,
             num_spills=store.counts.spills,
             num_spill_failures=store.counts.spill_failures,
+            num_compactions=store.counts.compactions,
             num_fetches=store.counts.fetches,
             num_adoptions=store.counts.adoptions,
             num_index_outages=store.index.num_outages if isinstance(store.index, GuardedIndex) else 0,
+            num_running_requests=self._requests.admission.num_running,
+            num_waiting_requests=self._requests.admission.num_waiting,
+            longest_stall_s=self.engine.batcher.longest_stall_s,
             num_batched_steps=self.engine.batcher.num_steps,
             num_batched_forwards=self.engine.batcher.num_forwards,
             num_repeated_steps=self.engine.batcher.num_repeated,
@@ -921,6 +937,7 @@ class KVBroker:
         raw: bool = False,
         label: str = "",
         deterministic: bool = False,
+        priority: int = 0,
         kv: bool = True,
         cancel: threading.Event | None = None,
     ) -> Prefilled:
@@ -934,6 +951,7 @@ class KVBroker:
             raw=raw,
             label=label,
             deterministic=deterministic,
+            priority=priority,
             kv=kv,
         )
 
@@ -947,6 +965,7 @@ class KVBroker:
         sampling: Sampling | None = None,
         label: str = "",
         deterministic: bool = False,
+        priority: int = 0,
         seed_path: str = "",
         kv: bool = True,
         on_token: Callable[[TokenDelta], None] | None = None,
@@ -963,6 +982,7 @@ class KVBroker:
             sampling=sampling,
             label=label,
             deterministic=deterministic,
+            priority=priority,
             seed_path=seed_path,
             kv=kv,
             on_token=on_token,
@@ -978,6 +998,7 @@ class KVBroker:
         sampling: Sampling | None = None,
         label: str = "",
         deterministic: bool = False,
+        priority: int = 0,
         seed_path: str = "",
         kv: bool = True,
         on_token: Callable[[TokenDelta], None] | None = None,
@@ -994,6 +1015,7 @@ class KVBroker:
             sampling=sampling,
             label=label,
             deterministic=deterministic,
+            priority=priority,
             seed_path=seed_path,
             kv=kv,
             on_token=on_token,
@@ -1074,8 +1096,15 @@ class KVBroker:
         if self._closed:
             raise ConfigError("this broker is closed; open another one")
 
-    def _how(self, deterministic: bool, label: str, cancel: threading.Event | None = None, kv: bool = True) -> How:
-        how = How(deterministic, kv, label, cancel)
+    def _how(
+        self,
+        deterministic: bool,
+        label: str,
+        cancel: threading.Event | None = None,
+        kv: bool = True,
+        priority: int = 0,
+    ) -> How:
+        how = How(deterministic, kv, label, cancel, priority)
         return how if self.kv else replace(how, kv=False)
 
     def _extend(
@@ -1093,11 +1122,7 @@ async def _cancellable(
 ) -> Result:
     """``call`` in a thread; cancelling the task sets the event that stops it before its next forward."""
     stop = threading.Event() if cancel is None else cancel
-    try:
-        return await asyncio.to_thread(call, prompt, cancel=stop, **options)
-    except asyncio.CancelledError:
-        stop.set()
-        raise
+    return await in_thread(partial(call, prompt, cancel=stop, **options), stop)
 
 
 def _checked(sampling: Sampling | None) -> Sampling:

@@ -34,9 +34,17 @@ _STATS: dict[str, tuple[str, Literal["gauge", "counter"], str]] = {
     "disk_used_bytes": ("disk_used_bytes", "gauge", "What files of this namespace take."),
     "num_spills": ("spills_total", "counter", "Extents written to disk."),
     "num_spill_failures": ("spill_failures_total", "counter", "Extents that the disk did not take."),
+    "num_compactions": ("compactions_total", "counter", "Extents that a long chain was merged to."),
     "num_fetches": ("fetches_total", "counter", "Extents read from disk."),
     "num_adoptions": ("adoptions_total", "counter", "Extents taken over from a process that is gone."),
     "num_index_outages": ("index_outages_total", "counter", "How often the index went away."),
+    "num_running_requests": ("running_requests", "gauge", "Requests that run."),
+    "num_waiting_requests": ("waiting_requests", "gauge", "Requests in the line for one of the places to run."),
+    "longest_stall_s": (
+        "longest_stall_seconds",
+        "gauge",
+        "Longest that a stream's next token waited for its forward to begin since the engine was loaded.",
+    ),
     "num_batched_steps": ("batched_steps_total", "counter", "Steps of requests that could share a forward."),
     "num_batched_forwards": ("batched_forwards_total", "counter", "Forwards that these steps took."),
     "num_repeated_steps": (

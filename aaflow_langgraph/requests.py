@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from aaflow_langgraph.admission import Admission
 from aaflow_langgraph.compose.ladder import again
 from aaflow_langgraph.composer import Composer
 from aaflow_langgraph.engine.sampling import Sampling, choose, log_probability
@@ -54,12 +55,14 @@ class How:
         kv: Look up and publish at all?
         label: For people.
         cancel: Set from anywhere to stop before the next forward.
+        priority: Smaller numbers go first.
     """
 
     deterministic: bool = False
     kv: bool = True
     label: str = ""
     cancel: threading.Event | None = None
+    priority: int = 0
 
     def __post_init__(self) -> None:
         for name in ("deterministic", "kv"):
@@ -67,6 +70,8 @@ class How:
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.cancel is not None and not isinstance(self.cancel, threading.Event):
             raise ConfigError(f"cancel must be a threading.Event, got {type(self.cancel).__name__}")
+        if not isinstance(self.priority, int) or isinstance(self.priority, bool):
+            raise ConfigError(f"priority must be a whole number, smaller ones first, got {self.priority!r}")
         check_label(self.label)
 
 
@@ -112,6 +117,7 @@ class Requests:
         self._check_open = check_open
         self._is_closed = is_closed
         self.lock = threading.Lock()
+        self.admission = Admission(lambda: engine.batcher.progress)
 
     def prefill(
         self,
@@ -173,7 +179,7 @@ class Requests:
             ids: list[int] = []
             logprobs: list[float] = []
             finish: str | None = None
-            ttft = 0.0
+            ttft = longest_s = 0.0
             while finish is None:
                 token_id = choose(logits, sampling, generator)
                 ttft = ttft or time.perf_counter() - started
@@ -190,14 +196,16 @@ class Requests:
                     piece += answer.flush()
                 yield TokenDelta(token_id, piece, logprob)
                 if finish is None:
+                    asked = time.perf_counter()
                     logits = session.decode(token_id)
+                    longest_s = max(longest_s, time.perf_counter() - asked)
             rest = answer.flush()
             if rest:
                 yield TokenDelta(None, rest)
             content = self._engine.frame.split_at(ids, answer.text) if answer.stopped else tuple(ids)
             recipe = self._seal_generation(session, parent, extension, begun.sequence, content, ids, end_of_turn)
             usage = self._usage(
-                session, num_prompt, len(ids), ttft, begun, _reuse(session, parent, extension.num_shared)
+                session, num_prompt, len(ids), ttft, begun, _reuse(session, parent, extension.num_shared), longest_s
             )
         self._note(begun, recipe, how, usage, num_prompt - 1)
         yield Generation(
@@ -362,9 +370,18 @@ class Requests:
             if cancel is not None and cancel.is_set():
                 raise Cancelled("the request was cancelled before its next forward; nothing was published")
 
-        session = Session(self._engine, self._store, canonical=how.deterministic, publishes=how.kv, tick=tick)
+        session = Session(
+            self._engine,
+            self._store,
+            canonical=how.deterministic,
+            publishes=how.kv,
+            priority=how.priority,
+            tick=tick,
+        )
+        asked = time.perf_counter()
         try:
-            with session:
+            with self.admission.admitted(how.priority, tick), session:
+                session.queued_s = time.perf_counter() - asked
                 yield session
         finally:
             with self.lock:
@@ -433,7 +450,14 @@ class Requests:
         )
 
     def _usage(
-        self, session: Session, num_context: int, num_decoded: int, ttft: float, begun: _Begun, reuse: Reuse
+        self,
+        session: Session,
+        num_context: int,
+        num_decoded: int,
+        ttft: float,
+        begun: _Begun,
+        reuse: Reuse,
+        longest_s: float = 0.0,
     ) -> Usage:
         total = time.perf_counter() - begun.started
         num_reused = min(session.num_reused, num_context)
@@ -442,7 +466,17 @@ class Requests:
             self.counts.prefilled += num_context - num_reused
             self.counts.decoded += num_decoded
             self.counts.recomputed += begun.num_recomputed
-        return Usage(num_context, num_reused, num_context - num_reused, num_decoded, ttft or total, total, reuse)
+        return Usage(
+            num_context,
+            num_reused,
+            num_context - num_reused,
+            num_decoded,
+            ttft or total,
+            total,
+            reuse,
+            session.queued_s,
+            longest_s,
+        )
 
     def _note(self, begun: _Begun, recipe: Recipe, how: How, usage: Usage, most: int) -> None:
         """Enter a request that has ended. ``most``: as many of its tokens could have been reused."""

@@ -25,6 +25,9 @@ class Usage:
         total_s: Seconds from the call to its end.
         reuse: How the reused part was found: the parent ``"handle"``, equal ``"blocks"`` of other requests, a
             ``"common-prefix"`` (the chat template rewrote earlier turns), or ``"none"``.
+        queued_s: Seconds in the line before it began, because so many others ran; part of ``ttft_s``.
+        longest_itl_s: Longest inter-token latency: from asking for a token behind the first to having it. What the forwards
+            of others cost is in it, what the caller does between two tokens is not.
     """
 
     num_context: int
@@ -34,6 +37,8 @@ class Usage:
     ttft_s: float
     total_s: float
     reuse: Reuse
+    queued_s: float = 0.0
+    longest_itl_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,9 +231,13 @@ class Stats:
     disk_used_bytes: int
     num_spills: int
     num_spill_failures: int
+    num_compactions: int
     num_fetches: int
     num_adoptions: int
     num_index_outages: int
+    num_running_requests: int
+    num_waiting_requests: int
+    longest_stall_s: float
     num_batched_steps: int
     num_batched_forwards: int
     num_repeated_steps: int

@@ -58,6 +58,7 @@ class Session:
     ) -> None:
         self.num_reused = 0
         self.num_failures = 0
+        self.queued_s = 0.0
         self._engine = engine
         self._store = store
         self._canonical = canonical

@@ -9,7 +9,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from contextlib import closing
-from contextvars import copy_context
+from functools import partial
 from typing import Any
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
@@ -28,6 +28,7 @@ from aaflow_langgraph.engine.sampling import Sampling
 from aaflow_langgraph.errors import ConfigError
 from aaflow_langgraph.journal import origin
 from aaflow_langgraph.results import Generation
+from aaflow_langgraph.threads import in_thread
 
 # What callers of hosted models pass by habit; there is no server to reach here.
 _NO_SERVER = frozenset({"api_key", "base_url", "timeout", "max_retries", "streaming", "stream_usage"})
@@ -47,6 +48,7 @@ class KVChatModel(BaseChatModel):
             in the graph's run.
         deterministic: Run alone on canonical KV only: bits do not depend on what was cached.
         kv: False prefills every prompt whole and publishes nothing, for comparison; None and True leave it to the broker.
+        priority: Requests with a smaller number go first; equal ones in the order they came.
 
     A call takes the same settings as keyword arguments, and ``kv=handle`` or ``kv_id=...`` to name a conversation that the
     prompt is likely to begin with.
@@ -69,6 +71,7 @@ class KVChatModel(BaseChatModel):
     stop: tuple[str, ...] = ()
     deterministic: bool = False
     kv: bool | None = None
+    priority: int = 0
 
     _requests: Requests = PrivateAttr()
 
@@ -78,7 +81,7 @@ class KVChatModel(BaseChatModel):
         unknown = sorted(set(fields) - set(type(self).model_fields) - _NO_SERVER)
         if unknown:
             raise ConfigError(
-                f"unknown field {unknown[0]!r}; a KVChatModel has {', '.join(SAMPLING)}, stop, deterministic and kv"
+                f"unknown field {unknown[0]!r}; a KVChatModel has {', '.join(SAMPLING)}, stop, deterministic, kv and priority"
             )
         fields["stop"] = stop_strings(fields.get("stop"))
         Sampling(**{name: fields[name] for name in (*SAMPLING, "stop") if name in fields})
@@ -86,6 +89,9 @@ class KVChatModel(BaseChatModel):
             value = fields.get(name, allowed[-1])
             if not any(value is one for one in allowed):
                 raise ConfigError(f"{name} must be one of {', '.join(map(str, allowed))}, got {value!r:.80}")
+        priority = fields.get("priority", 0)
+        if not isinstance(priority, int) or isinstance(priority, bool):
+            raise ConfigError(f"priority must be a whole number, smaller ones first, got {priority!r:.80}")
         kept: dict[str, Any] = {name: value for name, value in fields.items() if name not in _NO_SERVER}
         kept["broker"] = broker
         super().__init__(**kept)
@@ -201,7 +207,8 @@ class KVChatModel(BaseChatModel):
         def body(cancel: threading.Event) -> ChatResult:
             return self._drained(self._request(messages, stop, kwargs), cancel)
 
-        result: ChatResult = await _in_thread(body)
+        cancel = threading.Event()
+        result: ChatResult = await in_thread(partial(body, cancel), cancel)
         return result
 
     def _stream(
@@ -233,7 +240,8 @@ class KVChatModel(BaseChatModel):
             finally:
                 loop.call_soon_threadsafe(arrived.put_nowait, None)
 
-        speaking = asyncio.ensure_future(_in_thread(body))
+        cancel = threading.Event()
+        speaking = asyncio.ensure_future(in_thread(partial(body, cancel), cancel))
         try:
             while (event := await arrived.get()) is not None:
                 yield _chunk(event)
@@ -244,7 +252,7 @@ class KVChatModel(BaseChatModel):
             await asyncio.wait({speaking})
 
     def _request(self, messages: list[BaseMessage], stop: list[str] | None, options: dict[str, Any]) -> Request:
-        fields = {name: getattr(self, name) for name in (*SAMPLING, "stop", "deterministic", "kv")}
+        fields = {name: getattr(self, name) for name in (*SAMPLING, "stop", "deterministic", "kv", "priority")}
         return self._requests.make(messages, stop, options, fields)
 
     def _drained(self, request: Request, cancel: threading.Event) -> ChatResult:
@@ -269,6 +277,7 @@ class KVChatModel(BaseChatModel):
             end_of_turn=prompt.end_of_turn,
             sampling=request.sampling,
             deterministic=request.deterministic,
+            priority=request.priority,
             seed_path=request.path,
             kv=request.kv,
             cancel=cancel,
@@ -304,17 +313,3 @@ class KVChatModel(BaseChatModel):
 def _chunk(event: str | Answer) -> ChatGenerationChunk:
     message = AIMessageChunk(content=event) if isinstance(event, str) else event.last_chunk()
     return ChatGenerationChunk(message=message)
-
-
-async def _in_thread(body: Callable[[threading.Event], Any]) -> Any:
-    """``body`` in a thread with this context; a cancelled task sets the event and waits until nothing of it runs any more."""
-    cancel = threading.Event()
-    running = asyncio.get_running_loop().run_in_executor(None, copy_context().run, body, cancel)
-    # Looked at even when this task is cancelled a second time while it waits for the body to end.
-    running.add_done_callback(lambda done: done.cancelled() or done.exception())
-    try:
-        return await asyncio.shield(running)
-    except asyncio.CancelledError:
-        cancel.set()
-        await asyncio.wait({running})
-        raise

@@ -31,7 +31,7 @@ SAMPLING = ("temperature", "max_tokens", "top_p", "top_k", "seed")
 """Settings that a model and a call share with ``Sampling``; ``stop`` comes by a way of its own."""
 
 _OPTIONS = frozenset(
-    {*SAMPLING, "deterministic", "kv", "kv_id", "tools", "tool_choice", "parallel_tool_calls", "stream"}
+    {*SAMPLING, "deterministic", "kv", "priority", "kv_id", "tools", "tool_choice", "parallel_tool_calls", "stream"}
 )
 _NEAR = 8
 """So many of the newest answers are looked up: an older one is part of them, or of another branch."""
@@ -48,7 +48,7 @@ class Request:
         tools: How calls are written; None without tools.
         opening: Text with which the answer begins already; the prompt ends with it.
         parallel: May an answer hold several calls?
-        deterministic, kv: As in ``KVBroker.complete``.
+        deterministic, priority, kv: As in ``KVBroker.complete``.
         path: Where in a graph's run it is asked.
         node, thread: Who asks.
         lineage: Where the graph's state keeps the handle of who asks.
@@ -61,6 +61,7 @@ class Request:
     opening: str
     parallel: bool
     deterministic: bool
+    priority: int
     kv: bool
     path: str
     node: str
@@ -134,6 +135,7 @@ class Requests:
             opening=opening,
             parallel=parallel is not False,
             deterministic=options.get("deterministic", fields["deterministic"]),
+            priority=options.get("priority", fields["priority"]),
             kv=used,
             path=task_path(config),
             node=str((config.get("metadata") or {}).get("langgraph_node", "")),

@@ -9,7 +9,7 @@ import asyncio
 import threading
 from abc import abstractmethod
 from collections.abc import Mapping
-from contextvars import copy_context
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from langchain_core.runnables import Runnable, RunnableConfig
@@ -23,6 +23,7 @@ from aaflow_langgraph.graph.stream import usage_dict
 from aaflow_langgraph.handle import MAX_LABEL_CHARS, KVHandle, check_label
 from aaflow_langgraph.journal import origin
 from aaflow_langgraph.results import Usage
+from aaflow_langgraph.threads import in_thread
 
 if TYPE_CHECKING:
     from aaflow_langgraph.broker import KVBroker
@@ -45,6 +46,7 @@ class NodeOptions:
         usage_to: str | None = None,
         text_to: str | None = None,
         kv: bool = True,
+        priority: int = 0,
     ) -> None:
         named = {"writes": writes, "text_to": text_to, "usage_to": usage_to}
         for option, key in (*named.items(), ("reads", reads), ("branch", branch), ("role", role)):
@@ -62,6 +64,7 @@ class NodeOptions:
         self.label = None if label is None else check_label(label)
         self.deterministic = deterministic
         self.kv = kv
+        self.priority = priority
         self.usage_to = usage_to
         self.text_to = text_to
         keys = [check_text(key, option) for option, key in named.items() if key is not None]
@@ -75,6 +78,8 @@ class NodeOptions:
         for option, flag in (("raw", raw), ("deterministic", deterministic), ("kv", kv)):
             if not isinstance(flag, bool):
                 raise ConfigError(f"{option} must be True or False, got {flag!r}")
+        if not isinstance(priority, int) or isinstance(priority, bool):
+            raise ConfigError(f"priority must be a whole number, smaller ones first, got {priority!r}")
         for method in ("prefill", "generate", "namespace"):
             if not hasattr(broker, method):
                 raise ConfigError(f"the first argument must be a KVBroker, got {type(broker).__name__}")
@@ -112,16 +117,7 @@ class KVNode(Runnable[Any, dict[str, Any]]):
         loop = asyncio.get_running_loop()
         call = NodeCall(self._options, self.name, input, ensure_config(config), loop)
         await self._await_source(call)
-        body = loop.run_in_executor(None, copy_context().run, self._run, call)
-        # Looked at even when this task is cancelled a second time while it waits for the body to end.
-        body.add_done_callback(lambda done: done.cancelled() or done.exception())
-        try:
-            return await asyncio.shield(body)
-        except asyncio.CancelledError:
-            call.cancel.set()
-            # Nothing of this node runs on once its task is over.
-            await asyncio.wait({body})
-            raise
+        return await in_thread(partial(self._run, call), call.cancel)
 
     def _run(self, call: NodeCall) -> dict[str, Any]:
         """The body, its requests entered in the broker's journal as this node's."""

@@ -32,6 +32,7 @@ def prefill_node(
     raw: bool = False,
     label: str | None = None,
     deterministic: bool = False,
+    priority: int = 0,
     kv: bool = True,
     usage_to: str | None = None,
     name: str | None = None,
@@ -55,6 +56,7 @@ def prefill_node(
         raw: Add the text without any chat frame.
         label: Name of the handle for people, at most 64 characters; the key it is written to unless given.
         deterministic: Compute alone and canonically, for bit-equality with a run without any cache.
+        priority: Requests with a smaller number go first; equal ones in the order they came.
         kv: False prefills the whole context and publishes nothing: text passing, for comparison.
         usage_to: State key that gets the token counts and times as a plain dict.
         name: Name of the runnable; ``add_node`` has its own.
@@ -74,6 +76,7 @@ def prefill_node(
         raw=raw,
         label=label,
         deterministic=deterministic,
+        priority=priority,
         kv=kv,
         usage_to=usage_to,
     )
@@ -93,6 +96,7 @@ def generate_node(
     raw: bool = False,
     label: str | None = None,
     deterministic: bool = False,
+    priority: int = 0,
     kv: bool = True,
     usage_to: str | None = None,
     name: str | None = None,
@@ -117,6 +121,7 @@ def generate_node(
         raw: Continue the text without any chat frame.
         label: Name of the handle for people, at most 64 characters; the key it is written to unless given.
         deterministic: Compute alone and canonically, for bit-equality with a run without any cache.
+        priority: Requests with a smaller number go first; equal ones in the order they came.
         kv: False prefills the whole context and publishes nothing: text passing, for comparison.
         usage_to: State key that gets the token counts and times as a plain dict.
         name: Name of the runnable; ``add_node`` has its own.
@@ -147,6 +152,7 @@ def generate_node(
         raw=raw,
         label=label,
         deterministic=deterministic,
+        priority=priority,
         kv=kv,
         usage_to=usage_to,
     )
@@ -172,6 +178,7 @@ class _PrefillNode(KVNode):
             raw=self._options.raw,
             label=call.label,
             deterministic=self._options.deterministic,
+            priority=self._options.priority,
             kv=self._options.kv,
             cancel=call.cancel,
         )
@@ -205,6 +212,7 @@ class _GenerateNode(KVNode):
                 sampling=self._sampling,
                 label=call.label,
                 deterministic=self._options.deterministic,
+                priority=self._options.priority,
                 kv=self._options.kv,
                 seed_path=task_path(call.config),
                 on_token=model_call.token,

@@ -155,6 +155,8 @@ def usage_dict(usage: Usage) -> dict[str, Any]:
         "ttft_ms": round(usage.ttft_s * 1000, 3),
         "total_ms": round(usage.total_s * 1000, 3),
         "reuse": usage.reuse,
+        "queued_ms": round(usage.queued_s * 1000, 3),
+        "longest_itl_ms": round(usage.longest_itl_s * 1000, 3),
     }
 
 

@@ -1,0 +1,43 @@
+"""Blocking requests for async callers: each in a thread of its own.
+
+An event loop's own executor has four threads more than there are cores: of sixteen agents on two cores ten would wait for a
+thread instead of sharing a forward. How many run at once is ``admission.py``'s matter. Knows asyncio, nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextvars import copy_context
+from typing import TypeVar
+
+Result = TypeVar("Result")
+
+
+async def in_thread(call: Callable[[], Result], cancel: threading.Event) -> Result:
+    """``call()`` in a thread of its own, with the caller's context variables.
+
+    Cancelling the task sets ``cancel`` and waits for the call to end: nothing of it runs on once its task is over.
+    """
+    done: Future[Result] = Future()
+    done.set_running_or_notify_cancel()
+    context = copy_context()
+
+    def run() -> None:
+        try:
+            done.set_result(context.run(call))
+        except BaseException as error:  # it belongs to the caller
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="aaflow-request").start()
+    body = asyncio.wrap_future(done)
+    # Looked at even when this task is cancelled a second time while it waits for the body to end.
+    body.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+    try:
+        return await asyncio.shield(body)
+    except asyncio.CancelledError:
+        cancel.set()
+        await asyncio.wait({body})
+        raise
