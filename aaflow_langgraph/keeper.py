@@ -1,7 +1,7 @@
-"""What a store does besides serving requests: heartbeats, renewals, sweeps, write-behind, watermarks, adoption.
+"""What a store does besides serving requests: heartbeats, renewals, sweeps, write-behind, merging, watermarks, adoption.
 
-One daemon thread a broker, only where there is something to keep: a shared index or a disk. It never raises: what fails is
-logged and tried again at the next tick.
+One daemon thread a broker, only where there is something to keep: a shared index, a disk, or a chain of extents that grew
+long. It never raises: what fails is logged and tried again at the next tick.
 """
 
 from __future__ import annotations
@@ -9,13 +9,15 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
+from aaflow_langgraph.compaction import Compactor
 from aaflow_langgraph.errors import AAFlowError, Fenced, IndexUnavailable
 from aaflow_langgraph.evict.base import Policy
-from aaflow_langgraph.store import OWNER_LEASE_S, ExtentStore
+from aaflow_langgraph.index.base import Match
+from aaflow_langgraph.store import OWNER_LEASE_S, ExtentStore, TokenSequence
 
 TICK_S = 0.5
 """How often the thread looks around: the longest that an extent waits for its copy on disk, or a dead owner to be noticed."""
@@ -41,10 +43,13 @@ class Keeper:
         chores: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.compactor = Compactor(store)
+        store.when_long = self._note_long
         self._store = store
         self._policy = policy
         self._chores = chores
         self._clock = clock
+        self._starting = threading.Lock()
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
         self._beaten_s = clock()
@@ -52,18 +57,20 @@ class Keeper:
         self._lock = threading.Lock()
 
     def start(self) -> None:
-        """Begin ticking in the background. Idempotent."""
-        if self._thread is not None:
-            return
-        self._thread = threading.Thread(target=self._run, name="aaflow-keeper", daemon=True)
-        self._thread.start()
+        """Begin ticking in the background. Idempotent; no effect after ``stop``."""
+        with self._starting:
+            if self._thread is not None or self._stopping.is_set():
+                return
+            self._thread = threading.Thread(target=self._run, name="aaflow-keeper", daemon=True)
+            self._thread.start()
 
     def stop(self) -> None:
         """End the thread, after the tick that runs. Idempotent."""
-        self._stopping.set()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
-        self._thread = None
+        with self._starting:
+            self._stopping.set()
+            thread, self._thread = self._thread, None
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
 
     def tick(self) -> None:
         """Everything that is due now."""
@@ -80,6 +87,7 @@ class Keeper:
                 store.leases.renew_old()
                 self._adopt()
             self.write_behind()
+            self.compactor.tick()
             self._lower()
             self._chores()
 
@@ -92,6 +100,11 @@ class Keeper:
             if self._stopping.is_set():
                 return
             store.spill(extent_id)
+
+    def _note_long(self, sequence: TokenSequence, borders: Sequence[int], match: Match) -> None:
+        """A lookup found a long chain: merge it soon."""
+        self.compactor.note(sequence, borders, match)
+        self.start()
 
     def _reconcile(self) -> None:
         with suppress(Fenced, IndexUnavailable):  # the next heartbeat joins again and announces everything
@@ -118,7 +131,7 @@ class Keeper:
         saved = [
             candidate
             for candidate in store.index.candidates(store.pool.owner)
-            if candidate.extent_id in store.mine and store.mine[candidate.extent_id].on_disk
+            if candidate.extent_id in store.mine and store.is_saved(store.mine[candidate.extent_id])
         ]
         for victim in self._policy(saved, need):
             store.drop(victim.extent_id)

@@ -176,7 +176,8 @@ class Index(Protocol):
 
     def remove(self, extent_id: int, owner: str) -> ExtentRecord | None:
         """Evict an extent from its owner's pool; the record as it was. None when it is leased, not at a place of
-        ``owner``, or, without a copy on disk, has children. Afterwards the extent is on disk only, or forgotten.
+        ``owner``, or, without a copy on disk, has children. Afterwards the extent is on disk only, or forgotten, and
+        nobody's child: bonds order eviction inside one pool.
         """
 
     def move(self, extent_id: int, old: Place | None, new: Place, epoch: int) -> bool:

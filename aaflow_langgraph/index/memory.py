@@ -68,7 +68,7 @@ class MemoryIndex:
             self._owners.pop(owner, None)
             held = self.records(owner)
             for record in held:
-                self._put_at(record, None)
+                self._vacate(record)
             return len(held)
 
     def owners(self) -> dict[str, float]:
@@ -109,7 +109,7 @@ class MemoryIndex:
             record = self._records.get(extent_id)
             if record is None or record.place is None or record.place.owner != owner or not self._is_free(record):
                 return None
-            self._put_at(record, None)
+            self._vacate(record)
             return record
 
     def move(self, extent_id: int, old: Place | None, new: Place, epoch: int) -> bool:
@@ -146,7 +146,7 @@ class MemoryIndex:
             record = self._records.get(extent_id)
             if record is None or record.place != place:
                 return False
-            self._put_at(record, None)
+            self._vacate(record)
             return True
 
     def set_on_disk(self, extent_id: int, on_disk: bool) -> bool:
@@ -322,12 +322,14 @@ class MemoryIndex:
         self._used[number] = _Use(next(self._uses), 0)
         return record
 
-    def _put_at(self, record: ExtentRecord, place: Place | None) -> None:
-        """Change the place; an extent that is nowhere is forgotten."""
-        if place is None and not record.on_disk:
+    def _vacate(self, record: ExtentRecord) -> None:
+        """Take an extent from its place; one that is nowhere then is forgotten."""
+        if not record.on_disk:
             self._forget(record)
         else:
-            self._records[record.extent_id] = replace(record, place=place)
+            if record.parent is not None:
+                _discard(self._children, record.parent, record.extent_id)
+            self._records[record.extent_id] = replace(record, place=None, parent=None)
 
     def _unbind(self, record: ExtentRecord) -> None:
         """End the bonds to parent and children: they order eviction inside one pool."""

@@ -144,6 +144,20 @@ class TiersContract:
         assert index.match(query(ids), 2 * B, LEASE_S).stop == 2 * B
         assert index.check() == []
 
+    def test_a_child_that_is_on_disk_only_does_not_pin_its_parent(self, index: Index) -> None:
+        """Bonds order eviction inside one pool; else what cannot be written to disk would stay for good."""
+        ids = sequence("AB")
+        root = self.put_free(index, record(index, ids, 0, B))
+        child = self.put_free(index, record(index, ids, B, 2 * B, parent=root.extent_id))
+        assert index.set_on_disk(child.extent_id, True)
+        assert index.remove(root.extent_id, OWNER) is None
+        assert index.remove(child.extent_id, OWNER) is not None
+        assert index.check() == []
+        assert [c.extent_id for c in index.candidates(OWNER)] == [root.extent_id]
+        assert index.remove(root.extent_id, OWNER) is not None
+        assert [(r.extent_id, r.parent) for r in index.records()] == [(child.extent_id, None)]
+        assert index.check() == []
+
     def test_a_fetch_gives_an_extent_a_place_once(self, index: Index) -> None:
         """Two that fetch the same extent: the second frees its copy."""
         ids = sequence("A")

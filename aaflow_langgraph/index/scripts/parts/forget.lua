@@ -62,7 +62,8 @@ end
 local function vacate(e)
   if e.on_disk == '0' then return forget(e) end
   redis.call('ZREM', owned, e.owner .. ' ' .. e.id)
-  e.owner, e.range = '-', '0 0 0'
+  if e.parent ~= '-' then redis.call('ZREM', children, e.parent .. ' ' .. e.id) end
+  e.owner, e.range, e.parent = '-', '0 0 0', '-'
   write_state(e)
 end
 
