@@ -40,6 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="measure on this machine").add_subparsers(dest="bench", required=True)
     ttft = bench.add_parser("ttft", help="time to first token: reuse against re-prefill and against the bound")
     fork = bench.add_parser("fork", help="what a fork costs in time and bytes")
+    stall = bench.add_parser("stall", help="what running streams wait while a long prompt is prefilled")
     step = bench.add_parser(
         "step", help="one decode step, on an empty cache and behind contexts, against the stock modules"
     )
@@ -53,16 +54,20 @@ def _parser() -> argparse.ArgumentParser:
     compose = bench.add_parser("compose", help="joining documents: what every rung costs and does to the answer")
     shapes = bench.add_parser("shapes", help="how much of what six kinds of message applications could reuse is reused")
     saver = bench.add_parser("saver", help="what the checkpointer costs beside the saver that it wraps")
-    for command in (ttft, fork, step, share, agents, resume, saver, compose, shapes):
+    for command in (ttft, fork, step, stall, share, agents, resume, saver, compose, shapes):
         command.add_argument("--model", default=None, help="hub id or directory (default: the demo model)")
         command.add_argument("--dtype", default="auto", help="float32, bfloat16, float16 or auto (the checkpoint's)")
-    for command in (ttft, fork, step):
+    for command in (ttft, fork, step, stall):
         command.add_argument("--device", default="auto", help="cpu, cuda, cuda:N or auto")
     ttft.add_argument(
         "--contexts", type=_counts, default=None, help="comma-separated; default 1024,4096,7777 and the longest"
     )
     ttft.add_argument("--rounds", type=_rounds, default=5, help="interleaved rounds, at least 5 (default 5)")
     fork.add_argument("--context", type=_count, default=8192, help="context tokens (default 8192, cut to the window)")
+    stall.add_argument("--context", type=_count, default=2048, help="shared tokens of the streams (default 2048)")
+    stall.add_argument("--prompt", type=_count, default=2048, help="tokens of the prompt that comes (default 2048)")
+    stall.add_argument("--streams", type=_count, default=8, help="running streams (default 8)")
+    stall.add_argument("--rounds", type=_count, default=3, help="default 3")
     step.add_argument("--contexts", type=_counts, default=None, help="comma-separated; default 1024,7777")
     step.add_argument("--rounds", type=_rounds, default=30, help="interleaved rounds, at least 5 (default 30)")
     share.add_argument("--context", type=_count, default=4096, help="shared tokens (default 4096, cut to the window)")
@@ -369,7 +374,7 @@ def _bench(arguments: argparse.Namespace) -> int:
     import transformers
 
     from aaflow_langgraph.assets import demo_model
-    from aaflow_langgraph.bench import fork, resume, saver, shapes, share, step, ttft
+    from aaflow_langgraph.bench import fork, resume, saver, shapes, share, stall, step, ttft
     from aaflow_langgraph.engine.transformers import TransformersEngine
 
     if arguments.bench == "share":  # its processes load the model
@@ -397,6 +402,10 @@ def _bench(arguments: argparse.Namespace) -> int:
     engine = TransformersEngine.load(arguments.model or demo_model(), dtype=arguments.dtype, device=device)
     if arguments.bench == "saver":
         saver.report(saver.run(engine, arguments.threads, arguments.directory))
+        return 0
+    if arguments.bench == "stall":
+        asked = (arguments.context, arguments.prompt, arguments.streams, arguments.rounds)
+        stall.report(stall.run(engine, *asked))
         return 0
     if arguments.bench == "fork":
         fork.report(fork.run(engine, arguments.context))

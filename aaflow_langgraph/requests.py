@@ -174,7 +174,9 @@ class Requests:
             )
             logits = session.prefill(num_prompt)
             if session.claim is not None:
-                session.split(min(sampling.max_tokens, BLOCK_TOKENS))  # others wait for the prompt, not for the answer
+                # Others wait for the prompt, not for the answer: neither where there was no room to publish it.
+                session.split(min(sampling.max_tokens, BLOCK_TOKENS))
+                session.end_claim()
             answer = TextStream(self._engine.frame.decode, sampling.stop)
             ids: list[int] = []
             logprobs: list[float] = []
@@ -244,7 +246,7 @@ class Requests:
 
         Unless ``whole``, the last token is left to run: its logits are needed.
         """
-        self._check_open()
+        self._check_still_open()
         base = self._recipes.sequence(parent.kv_id) if parent else TokenSequence((), ())
         if parent and num_shared < parent.stop:
             # Nothing goes on behind a part of what was composed: from its beginning on, tokens are computed.
@@ -362,11 +364,11 @@ class Requests:
     @contextmanager
     def session(self, how: How) -> Iterator[Session]:
         """A session that stops when the broker is closed or the request cancelled; what it lost on the way is counted."""
+        self._check_open()
         cancel = how.cancel
 
         def tick() -> None:
-            if self._is_closed():
-                raise Cancelled("the broker was closed while the request ran; nothing was published")
+            self._check_still_open()
             if cancel is not None and cancel.is_set():
                 raise Cancelled("the request was cancelled before its next forward; nothing was published")
 
@@ -386,6 +388,10 @@ class Requests:
         finally:
             with self.lock:
                 self.counts.failures += session.num_failures
+
+    def _check_still_open(self) -> None:
+        if self._is_closed():
+            raise Cancelled("the broker was closed while the request ran; nothing was published")
 
     def _seal_generation(
         self,
@@ -476,6 +482,7 @@ class Requests:
             reuse,
             session.queued_s,
             longest_s,
+            session.num_shared,
         )
 
     def _note(self, begun: _Begun, recipe: Recipe, how: How, usage: Usage, most: int) -> None:

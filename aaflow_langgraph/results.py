@@ -28,6 +28,7 @@ class Usage:
         queued_s: Seconds in the line before it began, because so many others ran; part of ``ttft_s``.
         longest_itl_s: Longest inter-token latency: from asking for a token behind the first to having it. What the forwards
             of others cost is in it, what the caller does between two tokens is not.
+        num_shared: Forwards behind the first token that computed for other requests as well.
     """
 
     num_context: int
@@ -39,6 +40,7 @@ class Usage:
     reuse: Reuse
     queued_s: float = 0.0
     longest_itl_s: float = 0.0
+    num_shared: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,6 +58,7 @@ class Session:
     ) -> None:
         self.num_reused = 0
         self.num_failures = 0
+        self.num_shared = 0
         self.queued_s = 0.0
         self._engine = engine
         self._store = store
@@ -193,7 +194,9 @@ class Session:
 
     def decode(self, token_id: int) -> torch.Tensor:
         """Run one generated token; logits after it."""
-        return self._guarded(lambda run: run.decode(token_id))
+        logits = self._guarded(lambda run: run.decode(token_id))
+        self.num_shared += self._run is not None and self._run.was_shared
+        return logits
 
     def seal(self, sequence: TokenSequence, stop: int) -> bool:
         """Publish what was computed up to ``stop``; False when the pool had no room (then it lives until ``close``), or when

@@ -9,7 +9,8 @@ continue the plan's. With text, as everywhere else, each node sends the conversa
 
 Two legs. *Equality*: one question, ``deterministic=True``, handles against a broker that is empty at every call; every
 token must be equal, else the exit status is 1. *Timed*: all questions, handles against stock transformers, in turns;
-bf16 rounding differs between the two, so answers may part, and how far they agree is printed.
+bf16 rounding differs between the two, so answers may part, and how far they agree is printed. In this leg the three reasoners
+decode in one batch: ``shared`` says how many of a node's forwards behind its first token computed for others as well.
 
 The last line of stdout is one JSON document. ``nodes`` counts the nodes that generate, in the timed leg; ``ttft_ms`` has
 one entry for each, in one order for both ways; ``tokens_reused`` and ``tokens_prefilled`` are those of the run with
@@ -239,13 +240,14 @@ def agreement(handles: Runs, texts: Runs) -> tuple[int, int]:
 
 def table_of(question: Question, handles: Runs, texts: Runs) -> Table:
     table = Table(title=escape(f"{question.text}  (factbook: {question.gold})"), title_justify="left")
-    for column in ("node", "context", "reused", "prefilled", "TTFT handles", "TTFT text", "ratio"):
+    for column in ("node", "context", "reused", "prefilled", "shared", "TTFT handles", "TTFT text", "ratio"):
         table.add_column(column, justify="left" if column == "node" else "right", no_wrap=True)
     table.add_column("answer with handles")
     table.add_column("with text")
     for name in ("retrieve", *PROMPTS):
         usage, text = handles[name].usage, texts.get(name)
         counts = [f"{usage[key]:,}" for key in ("num_context", "num_reused", "num_prefilled")]
+        counts.append(f"{usage['num_shared']} of {num_steps(usage)}" if usage["num_decoded"] else "")
         shown = ["", "", "passages prefilled once", "passages as text"]
         if text is not None:
             ratio = text.usage["ttft_ms"] / usage["ttft_ms"]
@@ -254,6 +256,11 @@ def table_of(question: Question, handles: Runs, texts: Runs) -> Table:
             shown.append("the same" if same else escape(text.text.strip()))
         table.add_row(name, *counts, f"{usage['ttft_ms']:,.0f} ms", *shown)
     return table
+
+
+def num_steps(usage: Mapping[str, Any]) -> int:
+    """Forwards behind the first token. The last token of an answer needs none, unless it is the end of the turn."""
+    return max(0, int(usage["num_decoded"]) - (usage["num_decoded"] == MAX_NEW_TOKENS))
 
 
 def main() -> int:
@@ -306,6 +313,8 @@ def demo() -> int:
     ratio = statistics.median(text / kv for kv, text in zip(ttft["kv"], ttft["text"], strict=True))
     usages = [node.usage for handles, _ in pairs for node in handles.values()]
     reused, prefilled = (sum(usage[key] for usage in usages) for key in ("num_reused", "num_prefilled"))
+    reasoners = [handles[name].usage for handles, _ in pairs for name in REASONERS]
+    shared, steps = sum(usage["num_shared"] for usage in reasoners), sum(map(num_steps, reasoners))
     counts = [agreement(*pair) for pair in pairs]
     agreed = sum(equal for equal, _ in counts) / sum(total for _, total in counts)
     right = {
@@ -318,6 +327,7 @@ def demo() -> int:
     out.print(f"Equality leg, deterministic, every token of every node: {'equal' if equal else 'NOT EQUAL'}")
     out.print(f"Time to first token, median over {len(ttft['kv'])} nodes: {ratio:.0f} times shorter with handles")
     out.print(f"Tokens with handles: {reused:,} reused, {prefilled:,} prefilled ({reused / prefilled:.1f} to 1)")
+    out.print(f"The three reasoners side by side: {shared} of their {steps} decode steps shared a forward")
     out.print(f"Whole chains: {seconds['handles']:.0f} s with handles, {seconds['text']:.0f} s with text")
     out.print(f"Agreement with stock transformers: {agreed:.0%} of token positions", end="")
     out.print(
@@ -337,6 +347,8 @@ def demo() -> int:
         "nodes": len(ttft["kv"]),
         "tokens_reused": reused,
         "tokens_prefilled": prefilled,
+        "reasoner_steps": steps,
+        "reasoner_steps_shared": shared,
         "ttft_ms": {way: [round(ms, 1) for ms in values] for way, values in ttft.items()},
         "ttft_ratio_median": round(ratio, 1),
         "answers_equal": equal,

@@ -46,9 +46,13 @@ class Tail(Protocol):
 
 
 class Run(Protocol):
-    """One request in an engine: a fixed past, a growing tail. Not thread-safe; several runs may interleave."""
+    """One request in an engine: a fixed past, a growing tail. Not thread-safe; several runs may interleave.
+
+    ``was_shared``: did its last forward compute for other requests as well?
+    """
 
     position: int
+    was_shared: bool
 
     def prefill(self, token_ids: Sequence[int]) -> torch.Tensor:
         """Run ``token_ids`` (at least one) at ``position``, cut at absolute multiples of 256; advance.

@@ -45,13 +45,14 @@ _WAIT_SHARE, _LONGEST_WAIT_S = 0.2, 0.02
 @dataclass(eq=False, slots=True)
 class Step:
     """One request's part of a forward: ``token_ids`` from ``position`` on (or at the positions ``[T]``) over ``past``.
-    ``cache`` is the run's, for forwards through the model's own modules.
+    ``cache`` is the run's, for forwards through the model's own modules. ``num_together`` requests were in its last forward.
     """
 
     token_ids: Sequence[int]
     position: int | torch.Tensor
     past: Past
     cache: Any
+    num_together: int = 1
 
 
 @dataclass(eq=False, slots=True)
@@ -127,6 +128,8 @@ class Batcher:
         self._lock = threading.Lock()
         self._arrived = threading.Condition(self._lock)
         self._line: list[_Work] = []
+        self._parts: list[_Part] = []
+        """What is being computed, by whoever leads."""
         self._num_arrived = 0
         self._is_busy = False
         self._was_alone = False
@@ -162,14 +165,8 @@ class Batcher:
         return result
 
     def _wait(self, mine: _Work) -> Any:
-        with self._lock:
-            mine.ticket, mine.arrived_s = self._num_arrived, self._clock()
-            self._num_arrived += 1
-            self._line.append(mine)
-            mine.leads = not self._is_busy
-            self._is_busy = True
-            self._arrived.notify()
         try:
+            self._arrive(mine)
             if not mine.leads:
                 mine.wake.wait()
             while mine.leads and not mine.is_finished:
@@ -183,20 +180,35 @@ class Batcher:
             raise mine.error
         return mine.result
 
+    def _arrive(self, mine: _Work) -> None:
+        with self._lock:
+            mine.ticket, mine.arrived_s = self._num_arrived, self._clock()
+            self._num_arrived += 1
+            self._line.append(mine)
+            mine.leads = not self._is_busy
+            self._is_busy = True
+            self._arrived.notify()
+
     def _withdraw(self, mine: _Work) -> None:
         """The caller is interrupted. What has not begun never will; what runs writes into the caller's tail, so wait for it."""
-        with self._lock:
-            waits = mine in self._line
-            if waits:
-                self._line.remove(mine)
-        while not (waits or mine.leads or mine.is_finished):
-            mine.wake.wait()
+        while True:
+            with self._lock:
+                if mine in self._line:  # also after it was cut: what is left of it is nobody's any more
+                    self._line.remove(mine)
+                    return
+                if mine.leads or mine.is_finished or all(part.work is not mine for part in self._parts):
+                    return
+            try:
+                mine.wake.wait()
+            except BaseException:  # interrupted once more: still wait, or what runs would write into freed memory
+                continue
 
     def _hand_on(self, mine: _Work) -> None:
         """Who led lets the next one of those who wait lead."""
         with self._lock:
             if not mine.leads:
                 return
+            self._put_back()
             mine.leads = False
             successor = min(self._line, key=_turn, default=None)
             self._is_busy = successor is not None
@@ -204,26 +216,31 @@ class Batcher:
                 successor.leads = True
                 successor.wake.set()
 
+    def _put_back(self) -> None:
+        """Whoever is not finished, cut or interrupted, goes back to the same place. Called with the lock held."""
+        works = [part.work for part in self._parts]
+        self._line += [work for work in works if not work.is_finished and work not in self._line]
+        self._parts = []
+
     def _forward(self) -> None:
         """Compute once, for whose turn it is."""
-        parts = self._gather()
-        started = self._clock()
-        streams = [part.work for part in parts if part.count == 1]
-        self.longest_stall_s = max([self.longest_stall_s, *(started - work.arrived_s for work in streams)])
-        self._was_alone = parts[0].work.call is not None
         try:
+            parts = self._gather()
+            started = self._clock()
+            streams = [part.work for part in parts if part.count == 1]
+            self.longest_stall_s = max([self.longest_stall_s, *(started - work.arrived_s for work in streams)])
+            self._was_alone = parts[0].work.call is not None
             if len(parts) > 1:
                 self._together(parts)
             else:
                 self._one(parts[0])
+            if not self._was_alone:
+                self._last_size, self._last_s = len(parts), self._clock() - started
+                self.num_steps += len(parts)
+                self.num_forwards += 1
         finally:
-            # Whoever is not finished, cut or interrupted, goes back to the same place.
             with self._lock:
-                self._line += [part.work for part in parts if not part.work.is_finished]
-                if not self._was_alone:
-                    self._last_size, self._last_s = len(parts), self._clock() - started
-                    self.num_steps += len(parts)
-                    self.num_forwards += 1
+                self._put_back()
 
     def _gather(self) -> list[_Part]:
         """Take the next call, or the next steps within the budget, out of the line."""
@@ -239,6 +256,7 @@ class Batcher:
                 parts = [_Part(first, 0)]
             else:
                 parts = _fill(sorted(steps, key=_turn))
+            self._parts = parts
             leave(self._line, [part.work for part in parts])
             return parts
 
@@ -252,6 +270,8 @@ class Batcher:
                 self._one(part)
             return
         for part, result in zip(parts, logits, strict=True):
+            if part.work.step is not None:
+                part.work.step.num_together = len(parts)
             _advance(part, result)
 
     def _one(self, part: _Part) -> None:

@@ -394,6 +394,7 @@ class _Run:
         self._tail = tail
         self._priority = priority
         self.position = tail.start + tail.length
+        self.was_shared = False
 
     def prefill(self, token_ids: Sequence[int]) -> torch.Tensor:
         logits: torch.Tensor | None = None
@@ -434,6 +435,7 @@ class _FastRun(_Run):
         # One forward at a time per engine: two that share the cores are slower than two in turn, and one for both is faster.
         if engine.batches and self._past.grid is None:
             logits = engine.batcher.step(step, self._priority)
+            self.was_shared = step.num_together > 1
         else:
             logits = engine.batcher.alone(partial(engine.forward_step, step), self._priority)
         self._tail.length += len(token_ids)

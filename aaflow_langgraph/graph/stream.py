@@ -157,6 +157,7 @@ def usage_dict(usage: Usage) -> dict[str, Any]:
         "reuse": usage.reuse,
         "queued_ms": round(usage.queued_s * 1000, 3),
         "longest_itl_ms": round(usage.longest_itl_s * 1000, 3),
+        "num_shared": usage.num_shared,
     }
 
 

@@ -104,6 +104,7 @@ class _DryRun:
         self._answer: tuple[int, ...] = ()
         self._num_decoded = 0
         self.position = tail.start + tail.length
+        self.was_shared = False
 
     def prefill(self, token_ids: Sequence[int]) -> torch.Tensor:
         self._advance(len(token_ids))

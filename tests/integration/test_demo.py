@@ -26,6 +26,8 @@ KEYS = [
     "nodes",
     "tokens_reused",
     "tokens_prefilled",
+    "reasoner_steps",
+    "reasoner_steps_shared",
     "ttft_ms",
     "ttft_ratio_median",
     "answers_equal",
@@ -86,6 +88,8 @@ def test_the_demo_ends_with_one_json_line_that_keeps_its_promises(
     assert document["agreement"] == 1.0
     assert document["nodes"] == len(document["ttft_ms"]["kv"]) == len(document["ttft_ms"]["text"]) == 15
     assert document["tokens_reused"] > 3 * document["tokens_prefilled"]
+    assert document["reasoner_steps"] == 9 * 23  # letters only: every answer ends at its limit
+    assert 0 < document["reasoner_steps_shared"] <= document["reasoner_steps"]
     assert 1000 < document["context_tokens"] <= 1210
     assert set(document["versions"]) == {"python", "aaflow-langgraph", "torch", "transformers", "langgraph"}
     assert "What is the capital of Kenya?  (factbook: Kenya City)" in out
