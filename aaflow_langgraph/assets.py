@@ -17,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -41,6 +42,9 @@ SMOLLM2 = Asset(
     licence="Apache-2.0",
 )
 """SmolLM2-135M-Instruct: llama architecture, 30 layers, window 8,192 tokens, 23,040 bytes of KV per token in bf16."""
+
+SMOLLM2_GGUF = replace(SMOLLM2, folder="SmolLM2-135M-Instruct-Q4_1", room_bytes=300_000_000)
+"""The same file as it comes, quantised, for llama.cpp: ``SMOLLM2`` is its values in bf16."""
 
 FACTBOOK = Asset(
     folder="world-factbook-0.1.2",
@@ -71,6 +75,14 @@ def demo_model(progress: bool = True) -> Path:
         CapacityError: The disk is full. Way out: free space, retry.
     """
     return _ensure(SMOLLM2, _build_model, progress)
+
+
+def demo_gguf(progress: bool = True) -> Path:
+    """The GGUF file that the default model is made from. Fetches 93 MB on the first call.
+
+    Idempotent, atomic and safe to call from several processes, like `demo_model`, with the same errors.
+    """
+    return _ensure(SMOLLM2_GGUF, _build_file, progress) / Path(_GGUF).name
 
 
 def factbook(progress: bool = True) -> Path:
@@ -196,6 +208,12 @@ def _build_model(asset: Asset, unpacked: Path, built: Path, console: Console) ->
             "end other programs and run again"
         )
     raise ConfigError(f"{asset.folder} could not be converted: {' / '.join(errors.splitlines()[-3:])}")
+
+
+def _build_file(asset: Asset, unpacked: Path, built: Path, console: Console) -> None:
+    """Take the one unpacked file as it is."""
+    source = unpacked / asset.prefix
+    source.rename(built / source.name)
 
 
 def _build_copy(asset: Asset, unpacked: Path, built: Path, console: Console) -> None:

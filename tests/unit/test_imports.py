@@ -128,8 +128,14 @@ KNOWS_LANGGRAPH = frozenset({"agents", "graph", "chat", "checkpoint", "studio", 
 # Where the name to import is not the name to install.
 DISTRIBUTIONS = {"langchain_core": "langchain-core", "typing_extensions": "typing-extensions"}
 
-# What stands in templates/ is not of the package: it is written into the user's projects.
-FILES = sorted(path for path in ROOT.rglob("*.py") if path.relative_to(ROOT).parts[0] != "templates")
+# What stands in templates/ is not of the package: it is written into the user's projects. The servers of peers run in an
+# environment of theirs and import nothing of ours (tests/unit/test_peers.py).
+FILES = sorted(
+    path
+    for path in ROOT.rglob("*.py")
+    if path.relative_to(ROOT).parts[0] != "templates"
+    and path.relative_to(ROOT).parts[:3] != ("bench", "peers", "servers")
+)
 
 
 def unit_of(path: Path) -> str:
