@@ -49,6 +49,8 @@ from aaflow_langgraph.bench.sides import make_task, without_end
 from aaflow_langgraph.engine.transformers import TransformersEngine
 from aaflow_langgraph.errors import ContextTooLong
 
+_STREAM_TOKENS = 64
+
 
 def run(
     engine: TransformersEngine,
@@ -96,7 +98,8 @@ def run(
                     rows += measured.rows()
                     pairs += measured.pairs()
                 progress.update(bar, description=f"{context:,} tokens, single streams")
-                alone += streams.measure(lineup, context, output, rounds)
+                room = engine.window - context - new
+                alone += streams.measure(lineup, context, min(_STREAM_TOKENS, room), rounds)
                 facts.append(_facts(engine, lineup, context))
     return {
         "schema": 2,

@@ -5,22 +5,25 @@ Knows which side needs what; knows nothing of rounds.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from aaflow_langgraph.bench.continuous import Continuous
 from aaflow_langgraph.bench.fan_out import Handles
 from aaflow_langgraph.bench.pairs import NO_PREFILL, Prefill
+from aaflow_langgraph.bench.peers import VLLM, LlamaCpp
+from aaflow_langgraph.bench.peers.side import PeerSide
 from aaflow_langgraph.bench.sides import Side, Streaming, Task
 from aaflow_langgraph.bench.stock import Text, shared_cache
 from aaflow_langgraph.engine.transformers import TransformersEngine
 
 HANDLES = "handles-batched"
 TRUTH = "text-serial"
-PEERS = ("vllm", "llama.cpp")
+_PEERS: dict[str, Callable[[Path, Task, int], PeerSide]] = {"vllm": VLLM, "llama.cpp": LlamaCpp}
+PEERS = tuple(_PEERS)
 NAMES = (
     TRUTH,
     "text-batched",
@@ -103,18 +106,14 @@ class Lineup:
 
     def _add_peers(self, engine: TransformersEngine, task: Task, names: Sequence[str], most_agents: int) -> None:
         wanted = [name for name in PEERS if name in names]
-        if reason := _why_no_peers(engine):
-            self.missing.update(dict.fromkeys(wanted, reason))
+        folder, dtype = engine.folder, engine.namespace.dtype
+        if folder is None or dtype != "bfloat16":
+            why = (
+                f"peers run bfloat16, the others {dtype}" if folder else "peers load a model's folder, and it has none"
+            )
+            self.missing.update(dict.fromkeys(wanted, why))
             return
-        self.missing.update(dict.fromkeys(wanted, "it needs an environment of its own"))
-
-
-def _why_no_peers(engine: TransformersEngine) -> str:
-    """A process of its own loads the model from its folder, as the checkpoint has it."""
-    if engine.folder is None:
-        return "peers load the model from a folder, and this one has none; pass --model a directory"
-    config = json.loads((engine.folder / "config.json").read_text(encoding="utf-8"))
-    dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
-    if dtype != engine.namespace.dtype:
-        return f"peers run the checkpoint in its own {dtype}, the others run it in {engine.namespace.dtype}"
-    return ""
+        for name in wanted:
+            peer = _PEERS[name](folder, task, most_agents)
+            self._add(peer)
+            self.streams.append(peer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from aaflow_langgraph.bench import agents, agents_plot, lineup
 from aaflow_langgraph.bench.fan_out import Handles
 from aaflow_langgraph.bench.measured import Measured
 from aaflow_langgraph.bench.pairs import NO_PREFILL, Prefill, compare, extended
-from aaflow_langgraph.bench.sides import NotRun, Outcome, make_task, without_end
+from aaflow_langgraph.bench.sides import NotRun, Outcome, Task, make_task, without_end
 from aaflow_langgraph.bench.stock import Text
 from aaflow_langgraph.cli import main
 from aaflow_langgraph.engine.transformers import TransformersEngine
@@ -150,18 +151,75 @@ def test_a_side_that_gives_up_keeps_no_row_and_ends_nobody_elses(
     assert rows["text-serial"].rounds == 5
 
 
-def test_peers_say_why_they_cannot_run_another_dtype_or_a_model_without_a_folder(
+class Server:
+    """A peer that answers at once with what it was told to."""
+
+    is_serial, note, computed = False, "scripted", ("kv_bytes",)
+
+    def __init__(self, name: str, answers: dict[int, tuple[int, ...]] | None) -> None:
+        self.name = name
+        self.is_open = True
+        self._answers = answers
+
+    def run(self, num_agents: int) -> Outcome:
+        if self._answers is None:
+            raise NotRun("it is not installed")
+        ids = tuple(self._answers[number] for number in range(num_agents))
+        return Outcome(ids, (0.5,) * num_agents, 1.0, 2.0)
+
+    def kv_bytes(self, num_agents: int) -> int:
+        return 1
+
+    def first_logprobs(self, number: int) -> torch.Tensor | None:
+        return torch.full((tiny.VOCAB,), -math.inf)
+
+    def single_stream(self, num_tokens: int) -> float:
+        if self._answers is None:
+            raise NotRun("it is not installed")
+        return 2.0
+
+    def close(self) -> None:
+        self.is_open = False
+
+
+def test_peers_run_beside_handles_or_say_why_they_cannot(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = TransformersEngine.load(folder, dtype="bfloat16", device="cpu")
+    task = make_task(engine, 300, 2, 8, 4)
+    with without_end(engine, 4):
+        side = Text(engine, task, batched=False, most=2)
+        right = side.run(2).answers
+    half = {0: right[0], 1: tuple((token_id + 1) % tiny.VOCAB for token_id in right[1])}
+    opened = {"vllm": Server("vllm", half), "llama.cpp": Server("llama.cpp", None)}
+
+    def open_peer(name: str) -> Callable[[Path, Task, int], Server]:
+        def opening(model_folder: Path, given: Task, most_agents: int) -> Server:
+            assert (model_folder, given.context_ids, most_agents) == (folder, task.context_ids, 2)
+            return opened[name]
+
+        return opening
+
+    monkeypatch.setattr(lineup, "_PEERS", {name: open_peer(name) for name in lineup.PEERS})
+    document = agents.run(engine, [2], [300], 8, 4, 5, 1, ["text-serial", *lineup.PEERS])
+    rows, pairs = by_side(document, 2), by_side(document, 2, "pairs")
+    assert rows["llama.cpp"]["note"] == "not run: it is not installed"
+    assert (rows["vllm"]["total_s"], rows["vllm"]["cpu_s"], rows["vllm"]["agreement"]) == (1.0, 2.0, 0.5)
+    assert rows["vllm"]["first_token_kl"] is None  # no finite one, and JSON has no infinity
+    assert (pairs["vllm"]["num_pairs"], pairs["vllm"]["cpu_with_prefill"]) == (5, None)
+    assert {stream["side"]: stream["tok_s"] for stream in document["streams"]}["vllm"] == 2.0
+    assert "llama.cpp" not in {*pairs, *(stream["side"] for stream in document["streams"])}
+    assert not any(server.is_open for server in opened.values())
+
+
+def test_peers_need_the_same_dtype_and_a_folder(
     folder: Path, engine: TransformersEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other = TransformersEngine.load(folder, dtype="bfloat16", device="cpu")
-    rows = by_side(agents.run(other, [1], [300], 8, 4, 5, 1, lineup.PEERS), 1)
-    assert rows["vllm"]["note"].startswith("not run: ")
-    assert "float32" in rows["vllm"]["note"]
-    monkeypatch.setattr(engine, "folder", None)
     rows = by_side(agents.run(engine, [1], [300], 8, 4, 5, 1, lineup.PEERS), 1)
     assert set(rows) == {*lineup.PEERS, "handles-batched"}
-    assert all("folder" in rows[name]["note"] for name in lineup.PEERS)
+    assert all(rows[name]["note"] == "not run: peers run bfloat16, the others float32" for name in lineup.PEERS)
     assert rows["handles-batched"]["rounds"] == 5
+    monkeypatch.setattr(engine, "folder", None)
+    rows = by_side(agents.run(engine, [1], [300], 8, 4, 5, 1, lineup.PEERS), 1)
+    assert all("folder" in rows[name]["note"] for name in lineup.PEERS)
 
 
 def test_ratios_are_of_pairs_and_count_the_first_prefill_of_both(engine: TransformersEngine) -> None:
