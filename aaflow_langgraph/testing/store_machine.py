@@ -3,7 +3,7 @@
 Oracle: a plain dict of what was ever published, and a function from token ids to bytes that shares no code with the package,
 so that a read of anything else than what was asked for is seen. Nothing here loads a model.
 
-    reserve  commit  abort  lookup  lease  renew  release  fork  append  spill  fetch  evict  tick  crash  reopen
+    reserve  commit  abort  lookup  lease  renew  release  fork  append  compact  spill  fetch  evict  tick  crash  reopen
 
 To run it over a backend of yours, subclass and say how an index is made:
 
@@ -29,6 +29,7 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
+from aaflow_langgraph.compaction import Compactor
 from aaflow_langgraph.errors import LeaseExpired
 from aaflow_langgraph.evict.lru import least_recently_used
 from aaflow_langgraph.index.base import Index, Match
@@ -122,6 +123,8 @@ class Site:
         )
         self.store.announce_disk()
         self.keeper = Keeper(self.store, least_recently_used, clock=machine.clock)
+        self.keeper.compactor = Compactor(self.store, longest=1)
+        self.store.when_long = self.keeper.compactor.note  # no thread: the machine ticks
 
     def crash(self) -> None:
         """It says nothing to anybody: its memory and its connections are gone, its entries in the index are not."""
@@ -278,6 +281,28 @@ class StoreMachine(RuleBasedStateMachine):
             assert reading.store.store.pool.used_bytes == used
         return Reading(reading.store, reading.life, reading.line, match)
 
+    @rule(site=st.integers(0, 1), line=st.integers(0, 3), sizes=st.sets(st.sampled_from(SIZES), min_size=1, max_size=3))
+    def compact(self, site: int, line: int, sizes: set[int]) -> None:
+        """Grow a chain, then merge what a lookup found: the next one finds as much, in fewer parts where something was merged,
+        and nobody was evicted for it.
+        """
+        at, size = self.drawn(site), max(sizes)
+        for stop in sorted(sizes):
+            self.commit(self.reserve(site, line, stop, False))
+        sequence = self.sequence(at, line, size)
+        match = at.store.match(sequence, size, borders=self.borders())
+        assert at.store.release(match.receipt)
+        counts = (at.store.counts.evictions, at.store.counts.compactions)
+        at.keeper.compactor.note(sequence, self.borders(), match)
+        at.keeper.compactor.tick()
+        assert at.store.counts.evictions == counts[0]
+        again = at.store.match(sequence, size, borders=self.borders())
+        assert again.stop >= match.stop  # more where there was no room to fetch the rest, and is now
+        if again.stop == match.stop:
+            assert len(again.parts) <= len(match.parts) - (at.store.counts.compactions - counts[1])
+        assert self.read(at, line, again)
+        assert at.store.release(again.receipt)
+
     @rule(site=st.integers(0, 1))
     def spill(self, site: int) -> None:
         """Write-behind: afterwards what was published since has its copy on disk. What was removed from there is written again
@@ -287,7 +312,7 @@ class StoreMachine(RuleBasedStateMachine):
         published = set(at.store.unsaved)
         at.keeper.write_behind()
         assert not at.store.unsaved
-        assert all(at.store.mine[number].on_disk for number in published if number in at.store.mine)
+        assert all(at.store.is_saved(at.store.mine[number]) for number in published if number in at.store.mine)
 
     @rule(site=st.integers(0, 1))
     def keep(self, site: int) -> None:
