@@ -2,7 +2,8 @@
 
 First come, first served inside a priority (``engine/line.py``). Two kinds of request never wait: one that is made inside of
 another (by the same thread, a callback's for instance), and the first in line when those that run all stand still (streams
-that nobody reads): a rule about memory must not become a deadlock.
+that nobody reads): a rule about memory must not become a deadlock. It is let in alone: the next one only if all stand still
+for as long again.
 
 Knows threads; knows no request and no engine.
 """
@@ -10,6 +11,7 @@ Knows threads; knows no request and no engine.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,6 +23,9 @@ MOST_RUNNING = 64
 
 POLL_S = 0.25
 """How often one that waits looks whether it was cancelled, or whether everybody stands still."""
+
+STANDSTILL_S = 0.5
+"""When nothing was computed for so long, one more runs."""
 
 
 @dataclass(eq=False, slots=True)
@@ -38,15 +43,24 @@ class Admission:
     Args:
         progress: A number that changes with everything that is computed for those who run; None while something is.
         most: So many run at a time.
+        clock: Seconds.
     """
 
-    def __init__(self, progress: Callable[[], int | None], most: int = MOST_RUNNING) -> None:
+    def __init__(
+        self,
+        progress: Callable[[], int | None],
+        most: int = MOST_RUNNING,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._progress = progress
         self._most = most
+        self._clock = clock
         self._lock = threading.Lock()
         self._line: list[_Place] = []
         self._running: set[_Place] = set()
         self._num_arrived = 0
+        self._seen: int | None = None
+        self._seen_s = 0.0
 
     @property
     def num_running(self) -> int:
@@ -61,43 +75,47 @@ class Admission:
     @contextmanager
     def admitted(self, priority: int, tick: Callable[[], None]) -> Iterator[None]:
         """Run the block when it is this request's turn. ``tick`` is called while waiting and may raise to give up."""
-        place = self._arrive(priority)
+        place = _Place(priority, 0, thread=threading.get_ident())
         try:
-            seen: int | None = None
-            while not place.wake.wait(POLL_S):
+            if not self._arrive(place):
+                while not place.wake.wait(POLL_S):
+                    tick()
+                    self._look()
                 tick()
-                now = self._progress()
-                if now is not None and now == seen:
-                    self._admit_first()
-                seen = now
             yield
         finally:
             self._leave(place)
 
-    def _arrive(self, priority: int) -> _Place:
+    def _arrive(self, place: _Place) -> bool:
+        """Come; may it run at once?"""
         with self._lock:
-            place = _Place(priority, self._num_arrived, thread=threading.get_ident())
+            place.ticket = self._num_arrived
             self._num_arrived += 1
             is_inside = any(other.thread == place.thread for other in self._running)
             if is_inside or (len(self._running) < self._most and not self._line):
                 self._admit(place)
             else:
                 self._line.append(place)
-            return place
+            return place.is_running
 
     def _leave(self, place: _Place) -> None:
         """It ended, or gave up."""
         with self._lock:
-            if not place.is_running:
+            if place in self._line:
                 self._line.remove(place)
-                return
-            self._running.remove(place)
+            self._running.discard(place)
             while self._line and len(self._running) < self._most:
                 self._next()
 
-    def _admit_first(self) -> None:
+    def _look(self) -> None:
+        """Let the first in line run when nothing was computed for those who run since somebody looked long ago."""
+        progress = self._progress()
         with self._lock:
-            if self._line:
+            now = self._clock()
+            if progress is None or progress != self._seen:
+                self._seen, self._seen_s = progress, now
+            elif self._line and now - self._seen_s >= STANDSTILL_S:
+                self._seen_s = now
                 self._next()
 
     def _next(self) -> None:

@@ -10,6 +10,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from contextvars import copy_context
 from typing import TypeVar
 
@@ -19,7 +20,8 @@ Result = TypeVar("Result")
 async def in_thread(call: Callable[[], Result], cancel: threading.Event) -> Result:
     """``call()`` in a thread of its own, with the caller's context variables.
 
-    Cancelling the task sets ``cancel`` and waits for the call to end: nothing of it runs on once its task is over.
+    Cancelling the task sets ``cancel`` and waits for the call to end, however often it is cancelled: nothing of it runs on once
+    its task is over, so it may still need the loop on its way out.
     """
     done: Future[Result] = Future()
     done.set_running_or_notify_cancel()
@@ -28,16 +30,22 @@ async def in_thread(call: Callable[[], Result], cancel: threading.Event) -> Resu
     def run() -> None:
         try:
             done.set_result(context.run(call))
+        except StopIteration as error:  # a future takes none: whoever waits for it would wait for ever
+            wrapped = RuntimeError("the call raised StopIteration")
+            wrapped.__cause__ = error
+            done.set_exception(wrapped)
         except BaseException as error:  # it belongs to the caller
             done.set_exception(error)
 
     threading.Thread(target=run, name="aaflow-request").start()
     body = asyncio.wrap_future(done)
-    # Looked at even when this task is cancelled a second time while it waits for the body to end.
-    body.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
     try:
         return await asyncio.shield(body)
     except asyncio.CancelledError:
         cancel.set()
-        await asyncio.wait({body})
+        while not body.done():
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait({body})
+        if not body.cancelled():
+            body.exception()  # looked at: the task was cancelled, whatever the call ended with
         raise

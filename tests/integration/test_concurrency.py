@@ -208,10 +208,13 @@ def test_cancelling_the_task_stops_the_generation_and_publishes_nothing(open_bro
         )
         await running.wait()
         task.cancel()
+        task.cancel()
+        await asyncio.sleep(0)  # the task has seen it and waits for the thread
+        assert not task.done()
+        cancelled.set()
         with pytest.raises(asyncio.CancelledError):
             await task
-        cancelled.set()
 
-    asyncio.run(main())  # waits for the worker thread when the loop's executor ends
+    asyncio.run(main())
     assert len(tokens) == 1
     assert counters() == before
