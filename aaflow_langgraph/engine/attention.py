@@ -17,7 +17,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -37,6 +37,15 @@ _current = threading.local()
 
 class FastPathRefused(Exception):
     """A model asked this attention for something it does not do. Internal: the probe turns it into the universal path."""
+
+
+class Reader(Protocol):
+    """What attention asks while a forward runs."""
+
+    layer: int
+
+    def attend(self, layer: int, query: torch.Tensor, scale: float | None) -> torch.Tensor:
+        """See ``Past.attend``."""
 
 
 class Past:
@@ -311,7 +320,7 @@ def _reference(
 
 
 @contextmanager
-def reading(past: Past) -> Iterator[None]:
+def reading(past: Reader) -> Iterator[None]:
     """Let the forwards of this thread read ``past``. Not reentrant: a run is one forward at a time."""
     _current.past = past
     try:
@@ -339,7 +348,7 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The function that transformers models call."""
-    past: Past | None = getattr(_current, "past", None)
+    past: Reader | None = getattr(_current, "past", None)
     if past is None:
         result: tuple[torch.Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs

@@ -43,6 +43,8 @@ class SharedPast:
     Rows are the new tokens of all requests, one after the other.
     """
 
+    layer = -1
+
     def __init__(self, pasts: Sequence[Past], counts: Sequence[int], room: TailRoom) -> None:
         num_rows = sum(counts)
         # Padding all to the longest must not double the work.
@@ -106,6 +108,11 @@ class SharedPast:
             dim = mine.shape[-1]
             self._tails[layer].view(-1, dim).index_copy_(0, self._slots, mine.transpose(0, 1).reshape(-1, dim))
 
+    def write_layer(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """``write`` for ``[1, H, rows, D]`` each, as modules hand them to their cache."""
+        self.layer = layer
+        self.write(layer, torch.stack((keys[0], values[0])).permute(2, 0, 1, 3))
+
     def finish(self) -> None:
         """Store what the short requests wrote behind their tails. Those of long ones have it."""
         if not self._most:
@@ -114,7 +121,7 @@ class SharedPast:
             at = past.tail.length
             past.tail.kv[..., at : at + len(rows), :] = self._tails[:, :, number, :, rest : rest + len(rows)]
 
-    def attend(self, layer: int, query: torch.Tensor, scale: float) -> torch.Tensor:
+    def attend(self, layer: int, query: torch.Tensor, scale: float | None) -> torch.Tensor:
         """``query [rows, Hq, D]``, each over everything up to itself; ``[rows, Hq * D]`` in the query's dtype."""
         num_rows, num_heads, dim = query.shape
         out, lse = self._over_own(layer, query, scale)
@@ -133,7 +140,7 @@ class SharedPast:
                 lse[some] = torch.logaddexp(old, weight)
         return out.to(query.dtype).reshape(num_rows, num_heads * dim)
 
-    def _over_own(self, layer: int, query: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    def _over_own(self, layer: int, query: torch.Tensor, scale: float | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Over what no extent holds, causally: ``[rows, Hq, D]`` and ``[rows, Hq]``, fp32."""
         if not self._long:
             return self._over_tails(layer, query, scale)
@@ -150,7 +157,7 @@ class SharedPast:
             out[self._short_rows], lse[self._short_rows] = self._over_tails(layer, query[self._short_rows], scale)
         return out, lse
 
-    def _over_tails(self, layer: int, query: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    def _over_tails(self, layer: int, query: torch.Tensor, scale: float | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Over what is in the buffer, for the rows of the short requests: ``[rows, Hq, D]`` and ``[rows, Hq]``, fp32."""
         keys, values = self._tails[layer].unbind(0)
         count, num_kv_heads, length, dim = keys.shape
@@ -178,7 +185,7 @@ class SharedPast:
 
 
 def _over_extent(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``query [rows, Hq, D]`` over all of ``keys, values [1, H, T, D]``: ``[rows, Hq, D]`` and ``[rows, Hq]``, fp32."""
     rows, num_heads, dim = query.shape

@@ -32,6 +32,8 @@ from aaflow_langgraph.engine.base import Piece, Tail, chunk_spans
 from aaflow_langgraph.engine.batch import Batcher, Step
 from aaflow_langgraph.engine.fingerprint import make_namespace, read_cached, write_cached
 from aaflow_langgraph.engine.rotary import Rotation
+from aaflow_langgraph.engine.shared_attention import TailRoom
+from aaflow_langgraph.engine.together import together
 from aaflow_langgraph.engine.turns import ChatFrame
 from aaflow_langgraph.errors import ConfigError, ContextTooLong, UnsupportedModel
 from aaflow_langgraph.handle import is_unicode
@@ -94,6 +96,8 @@ class TransformersEngine:
         self.layout = self._measure_layout()
         self.lean = lean.recognise(model, self.window)
         self.read_path = ""  # not known yet: no step shares a forward
+        self._shares = True
+        self._tail_room = TailRoom()
         self.read_path = self._probe(folder)
         self.namespace: Namespace = make_namespace(
             model,
@@ -162,14 +166,15 @@ class TransformersEngine:
 
     @property
     def batches(self) -> bool:
-        """Do steps of several requests share a forward? On CPU, where the lean forward fits the model."""
-        return self.lean is not None and self.read_path == "fast" and self.device.type == "cpu"
+        """Do steps of several requests share a forward? On CPU, on the fast read path."""
+        return self._shares and self.read_path == "fast" and self.device.type == "cpu"
 
     def _forward_steps(self, steps: Sequence[Step]) -> list[torch.Tensor]:
         """One forward over the steps of several requests, or over one."""
-        lean = self.lean
-        if lean is not None and len(steps) > 1 and lean.ready():
-            return [logits.clone() for logits in lean.together(steps)]
+        if len(steps) > 1 and self.lean is None:
+            return together(self, steps, self._tail_room)
+        if len(steps) > 1 and self.lean is not None and self.lean.ready():
+            return [logits.clone() for logits in self.lean.together(steps)]
         return [self.forward_step(step) for step in steps]
 
     def forward_step(self, step: Step) -> torch.Tensor:
@@ -254,17 +259,30 @@ class TransformersEngine:
 
         ``position`` is that of the first token, or those of all ``[T]``; ``mask`` is additive, ``[1, 1, T, S]``.
         """
-        ids = torch.tensor([list(token_ids)], device=self.device)
         if isinstance(position, int):
             position = torch.arange(position, position + len(token_ids), device=self.device)
+        return self.forward_rows(token_ids, position, cache, None, mask)[-1]
+
+    def forward_rows(
+        self,
+        token_ids: Sequence[int],
+        position: torch.Tensor,
+        cache: Any,
+        rows: torch.Tensor | None,
+        mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """One stock forward of tokens at positions ``[T]``; logits ``[n, vocab]`` of these ``rows [n]`` of them, or, without,
+        of the last one at the end.
+        """
+        ids = torch.tensor([list(token_ids)], device=self.device)
         arguments: dict[str, Any] = {self._keyword: cache, "use_cache": True, "position_ids": position[None]}
         if mask is not None:
             arguments["attention_mask"] = mask
         if self.keeps_logits:
-            arguments["logits_to_keep"] = 1
+            arguments["logits_to_keep"] = 1 if rows is None else rows
         with torch.no_grad():
-            logits: torch.Tensor = self.model(input_ids=ids, **arguments).logits[0, -1]
-        return logits
+            logits: torch.Tensor = self.model(input_ids=ids, **arguments).logits[0]
+        return logits if rows is None or self.keeps_logits else logits[rows]
 
     def _measure_layout(self) -> KVLayout:
         """Shape of the KV, read off one stock token instead of guessed from the configuration."""
@@ -315,7 +333,7 @@ class TransformersEngine:
         reach = int(getattr(config, "sliding_window", None) or 0) if any(self._sliding) else 0
         num_tokens = min(_PROBE_TOKENS + reach, self.window, 2200)
         key = digest(
-            "probe-2",
+            "probe-3",
             self.model.config.to_json_string(use_diff=False),
             dtype_name(self.model.dtype),
             self.device.type,
@@ -325,8 +343,9 @@ class TransformersEngine:
             transformers.__version__,
         )
         known = read_cached("probes", key) if folder else None
-        if known in ("lean", "fast", "universal"):
+        if known in ("lean", "fast", "fast alone", "universal"):
             self.lean = self.lean if known == "lean" else None
+            self._shares = known != "fast alone"
             path = "universal" if known == "universal" else "fast"
             self._select(path)
             return path
@@ -353,8 +372,9 @@ class TransformersEngine:
                 missed.append(f"{path}: {_first_line(refused)}")
                 continue
             if difference <= _PROBE_TOLERANCE[self.model.dtype]:
+                self._shares = path != "fast" or self._probe_shared(ids, spread)
                 if folder:
-                    write_cached("probes", key, path)
+                    write_cached("probes", key, path if self._shares else "fast alone")
                 return read_path
             missed.append(f"{path}: logits differ by {difference:.2e} of their spread on average")
         raise UnsupportedModel(
@@ -384,6 +404,24 @@ class TransformersEngine:
         run.prefill(ids[cut:last])
         run.decode(ids[last])
         return run.decode(ids[last + 1]).float()
+
+    def _probe_shared(self, ids: list[int], spread: float) -> bool:
+        """Are the logits of two requests in one forward through the model's modules those of each alone?"""
+        cut = len(ids) // 2
+        first = _HeapTail(self, 0)
+        _FastRun(self, (), first, None, 0).prefill(ids[:cut])
+        pieces = (Piece(first.kv[..., :cut, :], 0, cut),)
+        runs = [_FastRun(self, pieces, _HeapTail(self, cut), None, 0) for _ in range(2)]
+        runs[1].prefill(ids[cut : cut + 5])
+        steps = [runs[0].next_step(ids[cut : cut + 3]), runs[1].next_step(ids[cut + 5 : cut + 6])]
+        try:
+            with self.lock:
+                alone = [self.forward_step(step).float() for step in steps]
+                shared = together(self, steps, self._tail_room)
+        except (FastPathRefused, RuntimeError, TypeError, ValueError, IndexError):
+            return False  # it runs alone, as it did
+        differences = [float((a - b.float()).abs().mean()) / spread for a, b in zip(alone, shared, strict=True)]
+        return max(differences) <= _PROBE_TOLERANCE[self.model.dtype]
 
 
 class _Run:
@@ -430,8 +468,12 @@ class _FastRun(_Run):
             ]
         )
 
+    def next_step(self, token_ids: Sequence[int]) -> Step:
+        """These tokens behind what was run; not run yet."""
+        return Step(token_ids, self.position, self._past, self._cache)
+
     def _step(self, token_ids: Sequence[int]) -> torch.Tensor:
-        engine, step = self._engine, Step(token_ids, self.position, self._past, self._cache)
+        engine, step = self._engine, self.next_step(token_ids)
         # One forward at a time per engine: two that share the cores are slower than two in turn, and one for both is faster.
         if engine.batches and self._past.grid is None:
             logits = engine.batcher.step(step, self._priority)

@@ -20,7 +20,8 @@ from aaflow_langgraph.results import Generation
 from tests import tiny
 from tests.oracle import Stock, prose
 
-KINDS = ["llama", "qwen2", "qwen3", "mistral"]
+KINDS = ["llama", "qwen2", "qwen3", "mistral", "phi", "cohere", "glm", "smollm3", "gpt2", "opt"]
+BY_MODULES = ("phi", "cohere", "glm", "smollm3", "gpt2", "opt")
 LEAN = {"mistral": {"sliding_window": None}}
 
 
@@ -71,7 +72,8 @@ def piece(engine: TransformersEngine, before: list[Piece], ids: list[int]) -> Pi
 def test_a_forest_of_requests_equals_each_alone(kind: str, engines: Callable[..., TransformersEngine]) -> None:
     """Shared roots, shared branches, private extents, ragged tails, tails longer than a block, one or many new tokens."""
     engine = engines(kind, **LEAN.get(kind, {}))
-    assert engine.lean is not None
+    assert engine.batches
+    assert (engine.lean is None) == (kind in BY_MODULES)
     root, other = piece(engine, [], tiny.words(300)), piece(engine, [], tiny.words(70, seed=9))
     branch = piece(engine, [root], tiny.words(40, seed=1))
     private = piece(engine, [root, branch], tiny.words(20, seed=2))
@@ -88,7 +90,7 @@ def test_a_forest_of_requests_equals_each_alone(kind: str, engines: Callable[...
     ]
     expected = [request.alone() for request in requests]
     lengths = [request.tail.length for request in requests]
-    logits = engine.lean.together([request.step() for request in requests])
+    logits = engine._forward_steps([request.step() for request in requests])
     for request, length, got, (want, kv) in zip(requests, lengths, logits, expected, strict=True):
         torch.testing.assert_close(got, want, atol=2e-5, rtol=1e-4)
         new = request.tail.kv[..., length : length + len(request.new_ids), :]
@@ -121,8 +123,11 @@ def is_cold(broker: KVBroker, result: Generation, stock: Stock) -> bool:
     return result.token_ids == stock.greedy(context, len(result.token_ids))
 
 
-def test_sixteen_forks_share_their_forwards_and_answer_as_alone(open_broker: Callable[..., KVBroker]) -> None:
-    broker = open_broker("llama")
+@pytest.mark.parametrize("kind", ["llama", "phi", "cohere"])
+def test_sixteen_forks_share_their_forwards_and_answer_as_alone(
+    kind: str, open_broker: Callable[..., KVBroker]
+) -> None:
+    broker = open_broker(kind)
     stock = Stock(broker.engine.model, broker.engine.stop_ids)
     docs = broker.materialize(tiny.words(700))
     batcher = broker.engine.batcher

@@ -1,0 +1,33 @@
+"""Several requests in one forward through the model's own modules: for models that the lean forward does not know.
+
+All their new tokens stand in one row, each at its own position; everything but attention treats tokens one by one, and
+attention is ours. Knows an engine's model and ``SharedPast``; knows no scheduler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from aaflow_langgraph.engine import attention, cache_adapter
+from aaflow_langgraph.engine.batch import Step
+from aaflow_langgraph.engine.shared_attention import SharedPast, TailRoom
+
+if TYPE_CHECKING:
+    from aaflow_langgraph.engine.transformers import TransformersEngine
+
+
+def together(engine: TransformersEngine, steps: Sequence[Step], room: TailRoom) -> list[torch.Tensor]:
+    """Logits ``[vocab]`` after the last token of every step. The caller holds the engine's lock."""
+    counts = [len(step.token_ids) for step in steps]
+    past = SharedPast([step.past for step in steps], counts, room)
+    ids = [token_id for step in steps for token_id in step.token_ids]
+    positions = torch.cat([torch.arange(count) + step.position for step, count in zip(steps, counts, strict=True)])
+    layers = [cache_adapter.FastLayer(n, past.write_layer, lambda: 0) for n in range(engine.layout.num_layers)]
+    last = torch.tensor(counts).cumsum(0) - 1
+    with attention.reading(past):
+        logits = engine.forward_rows(ids, positions, cache_adapter.as_cache(layers), last)
+    past.finish()
+    return [row.clone() for row in logits]
