@@ -110,6 +110,32 @@ def test_a_handle_made_here_is_read_there_and_its_children_here_again(
     assert second("transfer", child)["num_in_place"] == len(SHORT)
 
 
+def test_a_chain_that_one_process_merged_is_read_in_place_at_every_end_and_outlives_it(
+    host: Host, server: RealServer, cold: Cold
+) -> None:
+    first, second = host.worker(), host.worker()
+    first("open", server.url)
+    second("open", server.url)
+    ids = [tiny.words(200)] + [tiny.words(20 + number, seed=number + 1) for number in range(11)]
+    handles = [first("materialize", ids[0])]
+    for more in ids[1:]:
+        handles.append(first("append", handles[-1], more))
+    wait_until(lambda: first("stats")["num_compactions"] >= 1)
+    for handle in handles:
+        assert second("transfer", handle)["num_in_place"] == handle["kv_tokens"]
+    inside = handles[4]
+    sequence = [token for part in ids[:5] for token in part]
+    assert second("generate", inside, NUM_NEW) == cold(sequence)
+    assert second("stats")["num_recomputed_tokens"] == 0
+    assert first("check") == second("check") == []
+    first.kill()
+    wait_until(lambda: second("attached") == [])  # what the dead process left was copied
+    for handle in (inside, handles[-1]):
+        assert second("transfer", handle)["num_local"] == handle["kv_tokens"]
+    assert second("generate", handles[-1], NUM_NEW) == cold([token for part in ids for token in part])
+    assert second("check") == []
+
+
 def test_two_tenants_share_nothing_but_the_server(host: Host, server: RealServer) -> None:
     """S9, S10: a handle of another tenant is refused as one that never was."""
     ours, theirs = host.worker(), host.worker()
