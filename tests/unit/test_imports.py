@@ -30,13 +30,14 @@ ROWS: tuple[frozenset[str], ...] = (
             "project",
             "_wheel",
             "_gguf",
+            "threads",
         }
     ),
     frozenset({"index", "pool", "engine", "evict", "compose"}),
     frozenset(
         {
             *("broker", "generation", "inflight", "journal", "keeper", "lease", "movements", "nearest", "recipes"),
-            *("requests", "session", "store", "tail", "composer", "composing"),
+            *("requests", "session", "store", "tail", "composer", "composing", "admission", "compaction"),
         }
     ),
     frozenset({"graph", "checkpoint", "chat", "testing", "bench", "inspection", "metrics", "explain", "lint"}),
@@ -81,6 +82,9 @@ NEIGHBOURS = frozenset(
         ("movements", "journal"),
         ("broker", "recipes"),
         ("broker", "store"),
+        ("compaction", "store"),
+        ("keeper", "compaction"),
+        ("requests", "admission"),
         ("requests", "generation"),
         ("requests", "inflight"),
         ("requests", "journal"),
