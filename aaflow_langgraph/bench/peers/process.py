@@ -14,6 +14,7 @@ import signal
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,10 @@ class PeerProcess:
             self._process.wait(_END_S)
         self._kill()
         self._process.wait()
+        # What a server forked is not this process's child: its end cannot be waited for, only seen.
+        end = time.monotonic() + _END_S
+        while _is_running(self._process.pid) and time.monotonic() < end:
+            time.sleep(0.01)
         self._reader.join()
         if self._process.stdout is not None:
             self._process.stdout.close()
@@ -138,3 +143,15 @@ class PeerProcess:
         self._stderr.seek(max(0, self._stderr.tell() - _TAIL_BYTES))
         said = [line.strip() for line in self._stderr.read().decode(errors="replace").splitlines() if line.strip()]
         return f"{self._server} {what}" + (f"; its last words: {' / '.join(said[-3:])}" if said else "")
+
+
+def _is_running(group: int) -> bool:
+    """Has this process group a member that has not ended? One that nobody has looked after (a zombie) has."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, of_group = stat.read_text().rpartition(")")[2].split()[:3]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(of_group) == group and state != "Z":
+            return True
+    return False

@@ -71,6 +71,7 @@ class Peer:
     def first_logprobs(self, question: list[int]) -> dict[str, Any]:
         """Log-probabilities of the first token over the whole vocabulary, in the order of its ids."""
         sampling = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False, logprobs=-1)
+        self._longest = max(self._longest, len(question))
         self._add(self._context + question, sampling)
         outputs: list[Any] = []
         while self._engine.has_unfinished_requests():
