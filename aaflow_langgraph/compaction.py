@@ -1,7 +1,7 @@
 """Long chains of extents made short in the background: neighbours of our own pool are merged into one extent.
 
     chain     | doc          | a | b | c | d | e | f | g | h |
-    merged    | doc          | a | b | c | M                 |      M is found wherever d, e, f, g and h ended
+    merged    | doc          | M                             |      M is found wherever a, b, ... h ended
 
 A request's past grows by an extent a turn, and beyond ``LONGEST_CHAIN`` of them every step pays for each. Bytes move here;
 identity does not, nor the positions where recipes end, which the merged extent keeps as its borders. On disk KV stays as it
@@ -17,6 +17,9 @@ from dataclasses import dataclass
 from aaflow_langgraph.index.base import ExtentRecord, Match, cover
 from aaflow_langgraph.pool.arena import Allocation
 from aaflow_langgraph.store import LONGEST_CHAIN, ExtentStore, TokenSequence
+
+NUM_LEFT = 2
+"""Parts that a long chain is merged to: what is merged, and most often a long document in front of it, which others share."""
 
 MOST_BYTES = 256 << 20
 """The most that one extent is merged to, and that one tick copies before it leaves the rest to the next."""
@@ -38,8 +41,8 @@ class Compactor:
     """``note`` may be called from any thread, ``tick`` from one at a time.
 
     Args:
-        longest: Parts of a chain that are left alone. A longer one is merged to half of that, so that it can grow again for a
-            while: what is merged every turn would be copied every turn.
+        longest: Parts of a chain that are left alone. At least half as many are merged at once: what is merged every turn
+            would be copied every turn.
     """
 
     def __init__(self, store: ExtentStore, longest: int = LONGEST_CHAIN) -> None:
@@ -89,13 +92,12 @@ class Compactor:
     def _runs(self, parts: Sequence[tuple[ExtentRecord, int, int]]) -> Iterator[list[ExtentRecord]]:
         """Neighbours to merge, those that shorten the chain most first; of equals the ones with the fewest tokens.
 
-        What is read in part is another's, what is canonical keeps its own bounds, and merging two or three a turn would copy
-        them over and over.
+        What is read in part is another's, and what is canonical keeps its own bounds.
         """
         if len(parts) <= self._longest:
             return
-        kept = max(1, self._longest // 2)
-        for length in range(len(parts) - kept + 1, max(2, kept) - 1, -1):
+        most, fewest = len(parts) - min(NUM_LEFT, self._longest) + 1, max(2, self._longest // 2)
+        for length in range(most, fewest - 1, -1):
             windows = [parts[first : first + length] for first in range(len(parts) - length + 1)]
             runs = [[record for record, _, _ in window] for window in windows if all(map(self._is_movable, window))]
             best = min(runs, key=lambda run: run[-1].stop - run[0].start, default=None)

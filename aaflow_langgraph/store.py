@@ -51,7 +51,8 @@ OWNER_LEASE_S = 15.0
 """An owner that is not heard of for so long is fenced: its places are dropped until it announces them again."""
 
 LONGEST_CHAIN = 8
-"""Extents that a request reads its past from at no cost; measured: 32 cost 1.7 times as much a step. Longer chains are merged."""
+"""A longer chain of extents is merged. Measured behind 4,096 tokens (135M, bf16, 2 cores): a step over 8 extents costs 1.07 of
+one over 2, over 32 it is 1.55, over 64 it is 2.2."""
 
 _MAX_TRIES = 8
 """So often a lookup is repeated when what it found turned out to be gone; then it is a miss."""

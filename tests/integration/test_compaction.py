@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from aaflow_langgraph import KVBroker, KVHandle, TransformersEngine
-from aaflow_langgraph.compaction import Compactor
+from aaflow_langgraph.compaction import NUM_LEFT, Compactor
 from aaflow_langgraph.index.memory import MemoryIndex
 from aaflow_langgraph.keeper import Keeper
 from aaflow_langgraph.pool.disk import DiskPool
@@ -113,11 +113,11 @@ def test_every_handle_of_a_merged_chain_is_reused_as_before_and_forks_equal_cold
     compact(broker, handles[-1])
     stats = broker.stats()
     assert stats.num_compactions == 1
-    assert num_parts(broker, handles[-1]) == LONGEST_CHAIN // 2
+    assert num_parts(broker, handles[-1]) == NUM_LEFT
     assert reused(broker, handles) == before
     # One copy: only the rounding of each extent to whole rows and alignment is saved.
     assert 0.9 * used_bytes < stats.pool_used_bytes <= used_bytes
-    assert (stats.num_leases, stats.num_evictions, stats.num_extents) == (0, 0, LONGEST_CHAIN // 2)
+    assert (stats.num_leases, stats.num_evictions, stats.num_extents) == (0, 0, NUM_LEFT)
     assert broker.check() == []
     assert_like_stock(broker, handles[::6])
     assert all(broker.append(handle, [9, 9]).kv_tokens == handle.kv_tokens + 2 for handle in handles[::7])
@@ -177,7 +177,7 @@ def test_readers_that_hold_a_lease_go_on_and_the_parts_go_with_the_last_of_them(
     broker.tick()
     assert broker.stats().num_compactions == 1
     assert broker.stats().pool_used_bytes > 1.5 * used_bytes  # both are there
-    assert num_parts(broker, handles[-1]) == LONGEST_CHAIN // 2  # who comes now reads the merged one
+    assert num_parts(broker, handles[-1]) == NUM_LEFT  # who comes now reads the merged one
     grandchild = broker.append(handles[-1], [5, 6, 7])
     broker.tick()
     broker.store.verify(match.receipt, records)
@@ -229,7 +229,7 @@ def test_a_pool_without_room_merges_shorter_runs_and_evicts_nobody(opened: Opene
     assert filler is not None
     compact(broker, handles[-1])
     after = num_parts(broker, handles[-1])
-    assert LONGEST_CHAIN // 2 < after < TURNS
+    assert NUM_LEFT < after < TURNS
     assert broker.stats().num_evictions == 0
     pool.free(filler)
     for _ in range(3):
@@ -299,7 +299,7 @@ def test_on_disk_it_stays_as_it_was_computed_and_is_read_after_a_restart(opened:
     assert (stats.num_compactions, stats.num_spills) == (1, TURNS)
     assert all(broker.persist(handle) for handle in handles)
     assert broker.stats().num_spills == TURNS
-    assert sum(1 for record in broker.extents() if record.place) == LONGEST_CHAIN // 2
+    assert sum(1 for record in broker.extents() if record.place) == NUM_LEFT
     assert reused(broker, handles) == [handle.kv_tokens for handle in handles]
     assert_like_stock(broker, handles[::13])
     assert (broker.stats().num_fetches, broker.stats().num_recomputed_tokens) == (0, 0)
@@ -310,7 +310,7 @@ def test_on_disk_it_stays_as_it_was_computed_and_is_read_after_a_restart(opened:
     assert num_parts(again, handles[-1]) == TURNS
     assert (again.stats().num_fetches, again.stats().num_recomputed_tokens) == (TURNS, 0)
     compact(again, handles[-1])
-    assert (again.stats().num_compactions, num_parts(again, handles[-1])) == (1, LONGEST_CHAIN // 2)
+    assert (again.stats().num_compactions, num_parts(again, handles[-1])) == (1, NUM_LEFT)
     assert reused(again, handles) == [handle.kv_tokens for handle in handles]
 
 
