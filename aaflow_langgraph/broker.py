@@ -6,6 +6,7 @@ The sync body is the truth; every method with an ``a`` prefix runs it in a threa
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import threading
 import time
@@ -1138,6 +1139,11 @@ def _drained(
     """The generation that a stream ends with."""
     if on_token is not None and not callable(on_token):
         raise ConfigError(f"on_token must be callable, got {type(on_token).__name__}")
+    if inspect.iscoroutinefunction(on_token):
+        raise ConfigError(
+            "on_token must be a plain function, got an async one, which nobody would await: it is called by the thread that "
+            "generates; from there, asyncio.run_coroutine_threadsafe(...) reaches a loop"
+        )
     with closing(stream):  # also when ``on_token`` raises: leases end with the request, not with its traceback
         for event in stream:
             if isinstance(event, Generation):
