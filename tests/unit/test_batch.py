@@ -256,6 +256,67 @@ def test_who_waits_may_be_interrupted_and_is_withdrawn(batcher: Batcher, model: 
     assert float(batcher.step(step(2, 3))) == 3
 
 
+def test_a_long_step_that_is_interrupted_while_others_run_a_part_of_it_hands_the_lead_on(
+    batcher: Batcher, model: Model
+) -> None:
+    """What is left of it goes back into the line and out of it with its caller: nobody is to wait for a leader that left."""
+    begun, seen = threading.Semaphore(0), threading.Semaphore(0)
+    parts: list[list[int]] = []
+
+    def run(steps: Sequence[Step]) -> list[torch.Tensor]:
+        begun.release()
+        assert seen.acquire(timeout=20)
+        parts.append([len(step.token_ids) for step in steps])
+        return [torch.tensor(0.0) for _ in steps]
+
+    batcher._run = run
+    outcome: list[str] = []
+
+    def long() -> None:
+        try:
+            batcher.step(step(1000, *[1] * 300))
+        except Interrupt:
+            outcome.append("interrupted")
+
+    first = threading.Thread(target=lambda: batcher.step(step(0, 1)))
+    first.start()
+    assert begun.acquire(timeout=20)
+    second = threading.Thread(target=lambda: batcher.step(step(1, 1)))
+    second.start()
+    until(lambda: len(batcher._line) == 1)
+    interrupted = threading.Thread(target=long)
+    interrupted.start()
+    until(lambda: len(batcher._line) == 2)
+    third = threading.Thread(target=lambda: outcome.append(str(float(batcher.step(step(2, *[1] * 200))))))
+    third.start()
+    until(lambda: len(batcher._line) == 3)
+    seen.release()
+    assert begun.acquire(timeout=20)  # the second leads and runs a part of the long one
+    withdrawn = threading.Event()
+    inner = batcher._withdraw
+
+    def withdraw(work: Any) -> None:
+        withdrawn.set()
+        inner(work)
+
+    batcher._withdraw = withdraw  # type: ignore[method-assign]
+    interrupt(interrupted)
+    # A thread that waits for a lock sees it when it is woken; so does one that computes.
+    work = next(part.work for part in batcher._parts if part.work.num_left == 300)
+    work.wake.set()
+    assert withdrawn.wait(20)
+    work.wake.clear()
+    for _ in range(8):
+        seen.release()
+    for thread in (first, second, interrupted, third):
+        thread.join(20)
+        assert not thread.is_alive()
+    assert sorted(outcome) == ["0.0", "interrupted"]
+    assert not batcher._is_busy
+    assert not batcher._line
+    assert parts[1] == [1, MIXED_ROWS - 1]
+
+
 def test_nobody_leads_for_ever(batcher: Batcher, model: Model) -> None:
     """A hundred threads that come again and again: all are served, and nothing is left behind."""
     model.gate.set()
