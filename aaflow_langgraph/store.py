@@ -390,9 +390,9 @@ class ExtentStore:
     def drop(self, extent_id: int, *, spill: bool = True) -> int:
         """Evict one extent from our pool; bytes freed, 0 when it may not go."""
         with self.lock:
-            if spill and extent_id not in self._pinned:
-                self.spill(extent_id)
             record = self.mine.get(extent_id)
+            if spill and record is not None and extent_id not in self._pinned and self.is_live(record):
+                self.spill(extent_id)
             num_bytes = self.discard(extent_id)
             if record is not None and num_bytes:
                 self.counts.evictions += 1
@@ -435,6 +435,8 @@ class ExtentStore:
             self._pinned.add(extent_id)
         try:
             num_written = self._write(record, wanted)
+        except KVMissing:  # given up for an equal extent while it was read
+            return False
         except (MemoryError, OSError) as error:  # CapacityError is one
             self._count_spill_failure(error)
             return False

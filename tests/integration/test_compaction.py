@@ -8,17 +8,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from langgraph.checkpoint.memory import InMemorySaver
 
-from aaflow_langgraph import KVBroker, KVHandle, TransformersEngine
+from aaflow_langgraph import KVBroker, KVCheckpointSaver, KVHandle, TransformersEngine
+from aaflow_langgraph.checkpoint.ledger import Durability
 from aaflow_langgraph.compaction import NUM_LEFT, Compactor
 from aaflow_langgraph.index.memory import MemoryIndex
 from aaflow_langgraph.keeper import Keeper
+from aaflow_langgraph.model import BLOCK_TOKENS
 from aaflow_langgraph.pool.disk import DiskPool
 from aaflow_langgraph.pool.host import HostPool
 from aaflow_langgraph.store import LONGEST_CHAIN, ExtentStore
 from tests import tiny
 from tests.oracle import stock_of
 from tests.processes import wait_until
+from tests.savers import is_empty, put
 
 POOL_BYTES = 8 << 20
 TURNS = 40
@@ -58,15 +62,11 @@ def opened(engines: Callable[..., TransformersEngine], monkeypatch: pytest.Monke
         broker.close()
 
 
-def sizes(count: int) -> list[int]:
-    """How many tokens each append brings: borders fall before, behind, and on those of blocks."""
-    return [(7, 25, 256, 1, 40)[number % 5] for number in range(count)]
-
-
 def grown(broker: KVBroker, num_turns: int = TURNS, front: int = 300) -> list[KVHandle]:
-    """A chain of appends, and the handle at the end of each; the last token of a handle is always computed."""
+    """A chain of appends, and the handle at the end of each. Most end inside a block, some on the border of one."""
     handles = [broker.materialize(tiny.words(front, 1))]
-    for number, size in enumerate(sizes(num_turns - 1)):
+    for number in range(num_turns - 1):
+        size = (7, 25, BLOCK_TOKENS - handles[-1].kv_tokens % BLOCK_TOKENS, 1, 40)[number % 5]
         handles.append(broker.append(handles[-1], tiny.words(size, 100 + number)))
     return handles
 
@@ -348,6 +348,36 @@ def test_only_what_is_wanted_of_a_merged_extent_goes_to_disk(opened: Opened, tmp
     assert reused(broker, [handles[-1]]) == [handles[-1].kv_tokens]
     broker.detach_disk()
     disk.close()
+
+
+@pytest.mark.parametrize("durability", ["sync", "async", "evict"])
+def test_a_deleted_thread_leaves_nothing_of_its_own_and_a_kept_one_all_of_it(
+    durability: Durability, opened: Opened, tmp_path: Path
+) -> None:
+    """I13: one chain, the second thread stands in the middle of what was merged."""
+    broker = opened()
+    saver = KVCheckpointSaver(InMemorySaver(), broker, directory=tmp_path, durability=durability)
+    handles = grown(broker)
+    short, whole = handles[19], handles[-1]
+    put(saver, {"docs": whole}, name="whole")
+    put(saver, {"docs": short}, name="short")
+    compact(broker, whole)
+    broker.tick()
+    assert broker.stats().num_compactions == 1
+    later = broker.append(whole, [3, 3, 3])
+    put(saver, {"docs": later}, name="whole")
+    broker.tick()
+    if durability != "evict":
+        assert broker.stats().num_spills == TURNS + 1
+    saver.delete_thread("whole")
+    broker.evict(later)
+    broker.evict(short)
+    assert broker.stats().pool_used_bytes == 0
+    assert_like_stock(broker, [short])
+    assert (broker.stats().num_fetches, broker.stats().num_recomputed_tokens) == (20, 0)
+    saver.delete_thread("short")
+    assert is_empty(saver)
+    saver.close()
 
 
 def test_a_thread_is_there_only_where_a_chain_grew_long(engines: Callable[..., TransformersEngine]) -> None:
