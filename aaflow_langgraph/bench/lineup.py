@@ -96,13 +96,11 @@ class Lineup:
         copies = [name for name in ("deepcopy-serial", "deepcopy-batched") if name in names]
         if copies:
             shared = shared_cache(engine, task)
-            self.stock_prefill = Prefill(shared.cpu_s, shared.wall_s)
+            prefill = self.stock_prefill = Prefill(shared.cpu_s, shared.wall_s)
         for name in copies:
-            side = Text(engine, task, batched=name == "deepcopy-batched", most=most(name, 1), shared=shared.cache)
-            self._add(side)
-            self.prefills[name] = Prefill(shared.cpu_s, shared.wall_s)
-            if side.is_serial:
-                self.streams.append(side)
+            batched = name == "deepcopy-batched"
+            self._add(Text(engine, task, batched=batched, most=most(name, 1), shared=shared.cache))
+            self.prefills[name] = prefill
 
     def _add_peers(self, engine: TransformersEngine, task: Task, names: Sequence[str], most_agents: int) -> None:
         wanted = [name for name in PEERS if name in names]

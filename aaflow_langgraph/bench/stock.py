@@ -16,7 +16,7 @@ import torch
 from transformers import DynamicCache, LogitsProcessor
 from transformers.generation.streamers import BaseStreamer
 
-from aaflow_langgraph.bench.sides import NotRun, Outcome, Task
+from aaflow_langgraph.bench.sides import Outcome, Task
 from aaflow_langgraph.engine.cache_adapter import cache_keyword
 from aaflow_langgraph.engine.transformers import TransformersEngine
 
@@ -96,20 +96,12 @@ class Text:
         logits = self._first.get(number)
         return None if logits is None else logits.float().log_softmax(-1)
 
-    def single_stream(self, num_tokens: int) -> float:
-        """See ``Streaming``. The first agent's."""
-        if num_tokens < 2:
-            raise NotRun("one token has no decode step behind it")
-        first = _FirstToken()
-        with self._engine.stock_attention(), torch.inference_mode():
-            self._generate((0,), first, max_new_tokens=num_tokens)
-            return (num_tokens - 1) / (time.perf_counter() - first.at)
-
     def close(self) -> None:
         """Nothing is held between runs."""
 
-    def _generate(self, numbers: Sequence[int], first: _FirstToken, **options: Any) -> list[tuple[int, ...]]:
+    def _generate(self, numbers: Sequence[int], first: _FirstToken) -> list[tuple[int, ...]]:
         ids = torch.tensor([[*self._task.context_ids, *self._task.question_ids[number]] for number in numbers])
+        options: dict[str, Any] = {}
         if self._shared is not None:
             cache = copy.deepcopy(self._shared)
             if len(numbers) > 1:
