@@ -10,7 +10,8 @@ the others (a prefill among streams) would pad that buffer for all: its new toke
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -19,6 +20,9 @@ from aaflow_langgraph.model import BLOCK_TOKENS
 
 KEPT_BYTES = 128 << 20
 """A buffer for tails of at most this size is kept from one forward to the next: fresh pages cost more than the copy."""
+
+
+_Layers = list[tuple[torch.Tensor, ...]]
 
 
 class TailRoom:
@@ -49,7 +53,7 @@ class SharedPast:
         num_rows = sum(counts)
         # Padding all to the longest must not double the work.
         is_long = [count * len(counts) > 2 * num_rows for count in counts]
-        readers: dict[tuple[int, int], tuple[list[tuple[torch.Tensor, ...]], list[int]]] = {}
+        readers: dict[int, dict[int, tuple[_Layers, list[int]]]] = {}
         short: list[tuple[Past, int, range]] = []
         self._long: list[tuple[Past, range]] = []
         at = 0
@@ -60,13 +64,15 @@ class SharedPast:
             whole = past.tail.length if alone else past.tail.length // BLOCK_TOKENS * BLOCK_TOKENS
             for piece in past.pieces(whole):
                 keys = piece[0][0]
-                readers.setdefault((keys.data_ptr(), keys.shape[2]), (piece, []))[1].extend(rows)
+                readers.setdefault(keys.data_ptr(), {}).setdefault(keys.shape[2], (piece, []))[1].extend(rows)
             if alone:
                 self._long.append((past, rows))
             else:
                 short.append((past, whole, rows))
         self._groups = [
-            (piece, None if len(rows) == num_rows else torch.tensor(rows)) for piece, rows in readers.values()
+            (piece, None if len(rows) == num_rows else torch.tensor(rows))
+            for by_length in readers.values()
+            for piece, rows in _in_common(by_length)
         ]
         self._short = [(past, rows) for past, _, rows in short]
         self._short_rows = torch.tensor([row for _, rows in self._short for row in rows]) if self._long else None
@@ -182,6 +188,18 @@ class SharedPast:
         if most > 1:
             out, lse = out[self._padded_rows], lse[self._padded_rows]
         return out.float(), lse
+
+
+def _in_common(by_length: dict[int, tuple[_Layers, list[int]]]) -> Iterator[tuple[_Layers, list[int]]]:
+    """One extent's readers by how far they read it: cut where one of them ends, each part once with all who read it."""
+    if len(by_length) == 1:
+        yield from by_length.values()
+        return
+    lengths = sorted(by_length)
+    longest, _ = by_length[lengths[-1]]
+    for start, stop in itertools.pairwise([0, *lengths]):
+        rows = [row for length in lengths if length >= stop for row in by_length[length][1]]
+        yield [(keys[:, :, start:stop], values[:, :, start:stop]) for keys, values in longest], rows
 
 
 def _over_extent(

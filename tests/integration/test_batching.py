@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from aaflow_langgraph import KVBroker, KVHandle, Sampling, TransformersEngine
+from aaflow_langgraph.engine import shared_attention
 from aaflow_langgraph.engine.attention import Past
 from aaflow_langgraph.engine.base import Piece
 from aaflow_langgraph.engine.batch import Step
@@ -87,6 +88,8 @@ def test_a_forest_of_requests_equals_each_alone(kind: str, engines: Callable[...
         Request(engine, [other], [], words[:17]),
         Request(engine, [], words[:30], words[30:31]),
         Request(engine, [other], words[:3], words[3:4]),
+        Request(engine, [Piece(root.kv[..., :120, :], 0, 120)], words[:3], words[3:4]),  # forks inside of an extent
+        Request(engine, [Piece(root.kv[..., :290, :], 0, 290)], [], words[:2]),
     ]
     expected = [request.alone() for request in requests]
     lengths = [request.tail.length for request in requests]
@@ -95,6 +98,30 @@ def test_a_forest_of_requests_equals_each_alone(kind: str, engines: Callable[...
         torch.testing.assert_close(got, want, atol=2e-5, rtol=1e-4)
         new = request.tail.kv[..., length : length + len(request.new_ids), :]
         torch.testing.assert_close(new, kv, atol=2e-5, rtol=1e-4)
+
+
+def test_readers_of_one_extent_that_fork_at_several_positions_read_what_they_share_once(
+    engines: Callable[..., TransformersEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As forks of handles do whose chain was merged."""
+    engine = engines()
+    root = piece(engine, [], tiny.words(300))
+    pasts = [Piece(root.kv[..., :stop, :], 0, stop) for stop in (100, 250, 250, 300)]
+    read: list[tuple[int, int]] = []
+    over_extent = shared_attention._over_extent
+
+    def counted(query: torch.Tensor, keys: torch.Tensor, *rest: Any) -> Any:
+        read.append((keys.shape[2], len(query)))
+        return over_extent(query, keys, *rest)
+
+    monkeypatch.setattr(shared_attention, "_over_extent", counted)
+    requests = [Request(engine, [past], [], [7]) for past in pasts]
+    expected = [request.alone() for request in requests]
+    logits = engine._forward_steps([request.step() for request in requests])
+    assert sorted(set(read)) == [(50, 1), (100, 4), (150, 3)]
+    assert len(read) == 3 * engine.layout.num_layers
+    for got, (want, _) in zip(logits, expected, strict=True):
+        torch.testing.assert_close(got, want, atol=2e-5, rtol=1e-4)
 
 
 def together(calls: list[Callable[[], Generation]]) -> list[Generation | BaseException]:
