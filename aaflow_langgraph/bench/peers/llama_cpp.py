@@ -22,8 +22,8 @@ class LlamaCpp(PeerSide):
 
     name = "llama.cpp"
     note = (
-        "a prebuilt library (AVX2); quantised weights (Q4_1), other products than bf16: its tokens part sooner; slots share "
-        "no prefix: each agent holds the whole context, copied from one prefill before anything is timed"
+        "prebuilt library (AVX2); the same weights before they are rounded to bf16 (Q4_1), products in 8 bits; slots share no "
+        "prefix: each agent holds the whole context, copied from one prefill before anything is timed"
     )
 
     def __init__(self, model_folder: Path, task: Task, most_agents: int) -> None:

@@ -38,7 +38,7 @@ class VLLM(PeerSide):
 
     def _open(self) -> PeerProcess:
         needed = 2 * max(self.kv_bytes(self._most_agents), (self._window + _BLOCK_TOKENS) * self._token_bytes)
-        process = PeerProcess(
+        return PeerProcess(
             "serve_vllm",
             {"model": str(self._folder), "window": self._window, "most_agents": self._most_agents},
             {
@@ -52,4 +52,3 @@ class VLLM(PeerSide):
                 "OMP_NUM_THREADS": str(torch.get_num_threads()),
             },
         )
-        return process
