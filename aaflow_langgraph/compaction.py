@@ -10,6 +10,7 @@ was computed. Knows a store; decides no lookup, evicts nobody to make room, and 
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -96,13 +97,20 @@ class Compactor:
         """
         if len(parts) <= self._longest:
             return
-        most, fewest = len(parts) - min(NUM_LEFT, self._longest) + 1, max(2, self._longest // 2)
-        for length in range(most, fewest - 1, -1):
-            windows = [parts[first : first + length] for first in range(len(parts) - length + 1)]
-            runs = [[record for record, _, _ in window] for window in windows if all(map(self._is_movable, window))]
-            best = min(runs, key=lambda run: run[-1].stop - run[0].start, default=None)
-            if best and self._store.layout.num_bytes(best[-1].stop - best[0].start) <= MOST_BYTES:
-                yield best
+        num_fixed = [0, *itertools.accumulate(not self._is_movable(part) for part in parts)]
+        num_tokens = [0, *(stop for _, _, stop in parts)]
+        length, fewest = len(parts) - min(NUM_LEFT, self._longest) + 1, max(2, self._longest // 2)
+        while length >= fewest:
+            runs = [
+                (num_tokens[first + length] - num_tokens[first], first)
+                for first in range(len(parts) - length + 1)
+                if num_fixed[first + length] == num_fixed[first]
+            ]
+            if runs:
+                tokens, first = min(runs)
+                if self._store.layout.num_bytes(tokens) <= MOST_BYTES:
+                    yield [record for record, _, _ in parts[first : first + length]]
+            length = min(length - 1, max(fewest, length * 3 // 4))
 
     def _is_movable(self, part: tuple[ExtentRecord, int, int]) -> bool:
         record, start, stop = part
@@ -120,8 +128,8 @@ class Compactor:
         borders: list[tuple[int, str]] = []
         try:
             for record in run:
-                piece = store.piece(record, record.start, record.stop)
-                rows[..., record.start - start : record.stop - start, :] = piece.kv
+                part = store.rows(record)[..., : record.num_tokens, :]
+                rows[..., record.start - start : record.stop - start, :] = part
                 borders += [*record.borders, (record.stop, record.end_id)]
             merged = store.finish(sequence, start, stop, allocation, 0, run[0].parent, tuple(borders[:-1]))
         except BaseException:

@@ -57,9 +57,12 @@ class Movements:
         self._kept: deque[Movement] = deque(maxlen=MOST_MOVEMENTS)
         self._number = 0
 
-    def note(self, move: Move, record: ExtentRecord) -> None:
-        """Enter a movement that has happened; ``record`` has the place in the pool that it came to or left."""
-        num_bytes = record.place.allocation.num_bytes if record.place else 0
+    def note(self, move: Move, record: ExtentRecord, num_bytes: int = 0) -> None:
+        """Enter a movement that has happened; ``record`` has the place in the pool that it came to or left. What was merged
+        into another has none: it took ``num_bytes`` of it.
+        """
+        if record.place is not None:
+            num_bytes = record.place.allocation.num_bytes
         asker = asked_by()
         with self._lock:
             self._number += 1
