@@ -1,9 +1,8 @@
 """Extents as one thing: bytes in a pool, records in an index, a lock that keeps the two in step.
 
 Knows allocation, publishing, leases, eviction, and how bytes that lie elsewhere come into reach: the pool of another
-process is read in place, a copy on disk is fetched. All of that is about bytes in main memory; an accelerator reads copies
-of them. Knows no prompts, no model, no policy beyond calling one. A cache problem is a miss here: what cannot be brought
-into reach is left to be computed again (I14).
+process is read in place, a copy on disk is fetched. Knows no prompts, no model, no policy beyond calling one. A cache
+problem is a miss here: what cannot be brought into reach is left to be computed again (I14).
 """
 
 from __future__ import annotations
@@ -36,7 +35,6 @@ from aaflow_langgraph.model import BLOCK_TOKENS, BlockHash, Finding, KVLayout, R
 from aaflow_langgraph.movements import Movements
 from aaflow_langgraph.pool.arena import Allocation
 from aaflow_langgraph.pool.base import Pool
-from aaflow_langgraph.pool.device import DeviceTier
 from aaflow_langgraph.pool.disk import DiskPool, StoredExtent
 from aaflow_langgraph.pool.peers import Attached, Peers
 from aaflow_langgraph.results import Transfer
@@ -97,7 +95,6 @@ class ExtentStore:
     Args:
         peers: Pools of other processes of this host; None where the index is not shared.
         disk: The tier below the pool; None where there is none.
-        device_tier: The tier above it, where the model does not compute in main memory; else None.
     """
 
     def __init__(
@@ -107,10 +104,10 @@ class ExtentStore:
         index: Index,
         pool: Pool,
         policy: Policy,
+        device: torch.device,
         *,
         peers: Peers | None = None,
         disk: DiskPool | None = None,
-        device_tier: DeviceTier | None = None,
     ) -> None:
         self.namespace = namespace
         self.layout = layout
@@ -118,7 +115,7 @@ class ExtentStore:
         self.pool = pool
         self.peers = peers
         self.disk = disk
-        self.device_tier = device_tier
+        self.device = device
         self.dtype = DTYPES[layout.dtype]
         self.counts = StoreCounts()
         self.movements = Movements()
@@ -227,16 +224,12 @@ class ExtentStore:
     # ---------------------------------------------------------------- bytes
 
     def piece(self, record: ExtentRecord, start: int, stop: int) -> Piece:
-        """A view of part of an extent that is in reach, on the device that the model computes on."""
-        tier = self.device_tier
-        if tier is None:
-            kv = self.rows(record)
-        else:
-            kv = tier.rows(record.place, lambda: self.rows(record), lambda: self.is_live(record))
+        """A view of part of an extent that is in reach."""
+        kv = self.rows(record)
         return Piece(kv[..., start - record.start : stop - record.start, :], start, stop)
 
     def rows(self, record: ExtentRecord) -> torch.Tensor:
-        """All rows of an extent, ``[L, 2, H, even(T), D]``, where they lie, in main memory. Tokens are laid out in even numbers, so that a
+        """All rows of an extent, ``[L, 2, H, even(T), D]``, where they lie. Tokens are laid out in even numbers, so that a
         head's keys split into two equal halves without a copy (attention.py, products).
         """
         place = record.place
@@ -394,12 +387,6 @@ class ExtentStore:
                     self._remove_file(record)
             return freed
 
-    def evict_copies(self, sequence: TokenSequence, borders: Sequence[int]) -> int:
-        """Drop the copies of a sequence's extents on the device; bytes freed. They stay in the pool."""
-        tier = self.device_tier
-        found = self.index.covering(self.query(sequence, borders)) if tier is not None else ()
-        return sum(tier.drop(record.place) for record in found) if tier is not None else 0
-
     def drop(self, extent_id: int, *, spill: bool = True) -> int:
         """Evict one extent from our pool; bytes freed, 0 when it may not go."""
         with self.lock:
@@ -425,8 +412,6 @@ class ExtentStore:
                 return 0
             self._forget(extent_id)
             self.pool.free(record.place.allocation)
-            if self.device_tier is not None:
-                self.device_tier.drop(record.place)
             return record.place.allocation.num_bytes
 
     def spill(self, extent_id: int) -> bool:
@@ -656,14 +641,8 @@ class ExtentStore:
                 if offset in ranges:
                     found.append(Finding("I8", f"{where} shares its bytes with extent {ranges[offset]}"))
                 ranges[offset] = record.extent_id
-                known = self.mine.get(record.extent_id, record)
-                if not self.intact(known):
+                if not self.intact(self.mine.get(record.extent_id, record)):
                     found.append(Finding("I5", f"the bytes of {where} changed since they were published"))
-                copy = self.device_tier.find(known.place) if self.device_tier is not None else None
-                if copy is not None and checksum(copy) != known.checksum:
-                    found.append(Finding("I5", f"the copy of {where} on the device is not what was published"))
-            if self.device_tier is not None:
-                found += [Finding("I10", what) for what in self.device_tier.check()]
             if self.disk is not None:
                 found += self.disk.check()
             return found
@@ -678,8 +657,6 @@ class ExtentStore:
         if not self._has_heirs():
             self.index.leave(self.pool.owner)
         self.pool.close()
-        if self.device_tier is not None:
-            self.device_tier.close()
         if self.peers is not None:
             self.peers.close()
         if self.disk is not None:
@@ -773,7 +750,12 @@ class ExtentStore:
                 raise _OutOfReach(f"no room in the pool to fetch {record.num_tokens} tokens from disk")
             rows = self._own_rows(allocation, record.num_tokens)
             try:
-                found = self.disk.read(file_name(record), rows)
+                if rows.device.type == "cpu":
+                    found = self.disk.read(file_name(record), rows)
+                else:
+                    staged = torch.empty_like(rows, device="cpu")
+                    found = self.disk.read(file_name(record), staged)
+                    rows.copy_(staged)
             except (KVMissing, IntegrityError) as error:
                 self.free(allocation)
                 self.counts.fetch_failures += 1
@@ -853,7 +835,7 @@ class ExtentStore:
         rows, num_written = self.rows(record), 0
         for part in parts:
             if part is record:
-                kv = rows
+                kv = rows.cpu()
             else:
                 kv = torch.zeros(self.layout.shape(even(part.num_tokens)), dtype=self.dtype)
                 at = part.start - record.start
