@@ -34,10 +34,12 @@ four of those agents.
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.progress import Progress
 
@@ -75,6 +77,7 @@ def run(
     """
     if new + output >= engine.window:
         raise ContextTooLong(f"{new} new and {output} output tokens leave no context in a window of {engine.window}")
+    started = time.perf_counter()
     counts = sorted(set(agents))
     rows: list[Row] = []
     pairs: list[Pairs] = []
@@ -110,6 +113,8 @@ def run(
         "output": output,
         "rounds": rounds,
         "slow_rounds": slow_rounds,
+        "threads": torch.get_num_threads(),
+        "took_s": round(time.perf_counter() - started, 1),
         "rows": [asdict(row) for row in rows],
         "pairs": [asdict(pair) for pair in pairs],
         "streams": [asdict(stream) for stream in alone],

@@ -50,6 +50,8 @@ def test_the_last_line_is_one_document_in_which_every_side_has_a_row_and_pairs_b
     assert main(command) == 0
     document = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert document["name"] == "bench agents"
+    assert document["took_s"] > 0
+    assert document["threads"] == torch.get_num_threads()
     assert document["shared_prefill_cpu_s"] == document["contexts"][0]["shared_prefill_cpu_s"] > 0
     for count in (1, 3):
         rows, pairs = by_side(document, count), by_side(document, count, "pairs")
