@@ -1,7 +1,7 @@
 """The scripts of the Redis index as text. Knows files and the names of keys; knows no server.
 
 A script says once which keys it uses, in the line ``local a, b = unpack(KEYS)``: the same line declares them to the server.
-``-- include: part`` stands for ``scripts/parts/part.lua``.
+``-- include: part`` stands for ``scripts/parts/part.lua``, and names of numbers stand for those of ``_NUMBERS``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,11 @@ from functools import cache
 from importlib.resources import files
 from typing import NamedTuple
 
+from aaflow_langgraph.index._wire import NAMED_BLOCKS
+from aaflow_langgraph.model import BLOCK_TOKENS
+
 _KEYS = re.compile(r"^local ([\w,\s]+?) = (?:unpack\(KEYS\)|KEYS\[1\])$", re.MULTILINE)
+_NUMBERS = {"NAMED_BLOCKS": NAMED_BLOCKS, "BLOCK_TOKENS": BLOCK_TOKENS}
 _INCLUDE = re.compile(r"^-- include: (\w+)$", re.MULTILINE)
 
 
@@ -35,5 +39,7 @@ def scripts() -> dict[str, ScriptText]:
             if declared is None:
                 raise RuntimeError(f"script {file.name} declares no keys")
             text = _INCLUDE.sub(lambda match: parts[f"{match[1]}.lua"].rstrip("\n"), text)
+            for name, number in _NUMBERS.items():
+                text = text.replace(name, str(number))
             found[file.name.removesuffix(".lua")] = ScriptText(text, tuple(re.findall(r"\w+", declared[1])))
     return found

@@ -80,7 +80,7 @@ def _of_extent(
             found.append(("I7", f"extent {number} is at a place of an owner that is gone"))
         if (owner, raw_id) not in owned:
             found.append(("I4", f"extent {number} is missing among what its owner holds"))
-    for name in record.names:
+    for name in wire.registered(record):
         if raw_id not in (entry.split(b":")[0] for entry in names.get(name.encode(), b"").split(b" ")):
             found.append(("I4", f"extent {number} cannot be found by one of its hashes"))
     return found

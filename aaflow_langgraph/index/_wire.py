@@ -32,6 +32,8 @@ _STATE = re.compile(
 _RECORD = re.compile(
     rb"(\d{1,12}) (\d{1,12}) (\d{1,12}) ([0-9a-f]{32}) ([0-9a-f]{64})((?: [0-9a-f]{64})*)(?: @(\d{1,12}(?:,\d{1,12})*))?"
 )
+NAMED_BLOCKS = 8
+"""Of the blocks of an extent the first, the last and every eighth of the sequence lead to it (scripts/parts/names.lua)."""
 _OPERATORS = frozenset(get_args(Operator))
 _MAX_POSITION = 1 << 40
 
@@ -101,6 +103,17 @@ def to_record(record: ExtentRecord) -> str:
         fields += [name for _, name in record.borders]
         fields.append(f"@{_positions(record)}")
     return " ".join(fields)
+
+
+def registered(record: ExtentRecord) -> tuple[str, ...]:
+    """The names that the index leads to an extent by. Who shares any block with it shares its first one."""
+    last = record.first_block + len(record.hashes)
+    blocks = [
+        name
+        for block, name in enumerate(record.hashes, record.first_block + 1)
+        if block in (record.first_block + 1, last) or block % NAMED_BLOCKS == 0
+    ]
+    return (*blocks, *(name for _, name in record.borders), record.end_id)
 
 
 def to_key(record: ExtentRecord) -> str:

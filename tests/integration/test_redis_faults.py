@@ -578,7 +578,8 @@ def test_the_killed_leave_nothing_after_their_time(server: RealServer) -> None:
         assert index.check() == []
         until(lambda: not (index.sweep().num_owners + len(index.owners()) + index.num_leases()), "its time is up")
     assert index.check() == []
-    assert our_keys(server) == []
+    # A claim may be the youngest thing that the last one left.
+    until(lambda: not (index.sweep().num_owners + len(our_keys(server))), "nothing is left")
     index.close()
 
 

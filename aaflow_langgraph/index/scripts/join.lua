@@ -6,6 +6,7 @@ local records, state, tokens, names, keys, children, readers, owned, held, owner
 -- include: clock
 -- include: drop_lease
 -- include: state
+-- include: names
 -- include: forget
 vacate_all(ARGV[2])
 local epoch = math.max(tick, ARGV[4] + 1)

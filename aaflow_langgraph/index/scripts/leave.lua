@@ -5,6 +5,7 @@
 local records, state, tokens, names, keys, children, readers, owned, held, owners = unpack(KEYS)
 -- include: drop_lease
 -- include: state
+-- include: names
 -- include: forget
 redis.call('HDEL', owners, ARGV[2])
 return vacate_all(ARGV[2])

@@ -5,6 +5,7 @@
 local records, state, tokens, names, keys, children, readers, owned, held = unpack(KEYS)
 -- include: drop_lease
 -- include: state
+-- include: names
 -- include: forget
 local e = read_state(ARGV[2])
 if not e or e.owner .. ' ' .. e.range ~= ARGV[3] then return 0 end

@@ -8,6 +8,7 @@ local records, state, tokens, names, keys, children, readers, owned, held, owner
 -- include: owner
 -- include: drop_lease
 -- include: state
+-- include: names
 -- include: forget
 local owner = ARGV[4]
 if not is_current(owner, ARGV[6]) then return -1 end

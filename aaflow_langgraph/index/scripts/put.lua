@@ -8,18 +8,17 @@ local records, state, tokens, names, keys, children, readers, owned, held, owner
 -- include: owner
 -- include: lease
 -- include: state
+-- include: names
 local _, lease, lease_s, id, epoch, owner, range, parent, on_disk, record, packed = unpack(ARGV)
 if owner ~= '-' and not is_current(owner, epoch) then return {'fenced'} end
-local start, stop, canonical, end_id, rest, borders = record:match('^(%d+) (%d+) (%d+) %x+ (%x+)([^@]*)@?(.*)$')
-local key = end_id .. ':' .. start .. ':' .. canonical
-if borders ~= '' then key = key .. ':' .. borders end
+local start, stop, canonical, at, behind, key = fields_of(record)
 local known = redis.call('HGET', keys, key)
 local e, there = known and read_state(known), nil
 if e then
   -- An entry that is not what its key says is lost: the new one takes its key.
   there = redis.call('HGET', records, known) or ''
-  local a, b, c, of = there:match('^(%d+) (%d+) (%d+) %x+ (%x+)')
-  if a ~= start or b ~= stop or c ~= canonical or of ~= end_id then e, there = nil, nil end
+  local _, last, _, _, _, theirs = fields_of(there)
+  if theirs ~= key or last ~= stop then e, there = nil, nil end
 end
 if e then
   if e.owner == '-' and owner ~= '-' then
@@ -45,21 +44,13 @@ else
   redis.call('HSET', keys, key, id)
   if owner ~= '-' then redis.call('ZADD', owned, '0', owner .. ' ' .. id) end
   local entry = table.concat({id, start, stop, canonical}, ':')
-  local batch = {end_id}
-  local function add_names()
-    local values, changes = redis.call('HMGET', names, unpack(batch)), {}
-    for i, name in ipairs(batch) do
-      local value = values[i]
-      changes[2 * i - 1], changes[2 * i] = name, value and value .. ' ' .. entry or entry
+  in_batches(names_of(record, start, stop, at, behind), function(batch)
+    local changes = {}
+    for i, value in ipairs(redis.call('HMGET', names, unpack(batch))) do
+      changes[2 * i - 1], changes[2 * i] = batch[i], value and value .. ' ' .. entry or entry
     end
     redis.call('HSET', names, unpack(changes))
-    batch = {}
-  end
-  for name in rest:gmatch('%x+') do
-    batch[#batch + 1] = name
-    if #batch == 1000 then add_names() end
-  end
-  if #batch > 0 then add_names() end
+  end)
 end
 write_state(e)
 local deadline = seconds(now + lease_s)

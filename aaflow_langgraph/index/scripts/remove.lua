@@ -5,6 +5,7 @@
 local records, state, tokens, names, keys, children, readers, owned, held = unpack(KEYS)
 -- include: drop_lease
 -- include: state
+-- include: names
 -- include: forget
 local id = ARGV[2]
 local e = read_state(id)
@@ -15,5 +16,5 @@ if ARGV[4] == '1' then
   reply[2] = redis.call('HGET', records, id)
   reply[3] = redis.call('HGET', tokens, id)
 end
-vacate(e)
+if e.on_disk == '0' then forget(e, true) else vacate(e) end
 return reply

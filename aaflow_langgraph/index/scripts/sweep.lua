@@ -7,6 +7,7 @@ local records, state, tokens, names, keys, children, readers, owned, held, owner
 -- include: clock
 -- include: drop_lease
 -- include: state
+-- include: names
 -- include: forget
 local num_leases = 0
 local all = redis.call('HGETALL', held)

@@ -14,44 +14,39 @@ local function unbind(e)
 end
 
 -- Takes an extent out of what its names lead to.
-local function drop_names(entry, names_of)
-  local values = redis.call('HMGET', names, unpack(names_of))
+local function drop_names(entry, batch)
+  local values = redis.call('HMGET', names, unpack(batch))
   local empty, changed = {}, {}
   for i, value in ipairs(values) do
     if value == entry then
-      empty[#empty + 1] = names_of[i]
+      empty[#empty + 1] = batch[i]
     elseif value then
       local kept = {}
       for other in value:gmatch('%S+') do
         if other ~= entry then kept[#kept + 1] = other end
       end
-      changed[#changed + 1], changed[#changed + 2] = names_of[i], table.concat(kept, ' ')
+      changed[#changed + 1], changed[#changed + 2] = batch[i], table.concat(kept, ' ')
     end
   end
   if #empty > 0 then redis.call('HDEL', names, unpack(empty)) end
   if #changed > 0 then redis.call('HSET', names, unpack(changed)) end
 end
 
--- Forgets an extent, every lease on it, every name of it.
-local function forget(e)
-  for _, bond in ipairs(members_of(readers, e.id)) do drop_lease(bond:sub(18)) end
-  unbind(e)
+-- Forgets an extent, every lease on it, every name of it. `is_free`: it is known to have neither leases nor children.
+local function forget(e, is_free)
+  if is_free then
+    if e.parent ~= '-' then redis.call('ZREM', children, e.parent .. ' ' .. e.id) end
+  else
+    for _, bond in ipairs(members_of(readers, e.id)) do drop_lease(bond:sub(18)) end
+    unbind(e)
+  end
   if e.owner ~= '-' then redis.call('ZREM', owned, e.owner .. ' ' .. e.id) end
-  local start, stop, canonical, rest, borders =
-    (redis.call('HGET', records, e.id) or ''):match('^(%d+) (%d+) (%d+) %S+ ([^@]+)@?(.*)$')
+  local record = redis.call('HGET', records, e.id) or ''
+  local start, stop, canonical, at, behind, key = fields_of(record)
   if start then
-    local key = rest:match('^%S+') .. ':' .. start .. ':' .. canonical
-    if borders ~= '' then key = key .. ':' .. borders end
     if redis.call('HGET', keys, key) == e.id then redis.call('HDEL', keys, key) end
-    local entry, batch = table.concat({e.id, start, stop, canonical}, ':'), {}
-    for name in rest:gmatch('%S+') do
-      batch[#batch + 1] = name
-      if #batch == 1000 then
-        drop_names(entry, batch)
-        batch = {}
-      end
-    end
-    if #batch > 0 then drop_names(entry, batch) end
+    local entry = table.concat({e.id, start, stop, canonical}, ':')
+    in_batches(names_of(record, start, stop, at, behind), function(batch) drop_names(entry, batch) end)
   end
   redis.call('HDEL', records, e.id)
   redis.call('HDEL', tokens, e.id)
