@@ -206,6 +206,8 @@ def placed(record: ExtentRecord, state: State) -> ExtentRecord:
     """
     if (state.start, state.stop) != (record.start, record.stop):
         raise IntegrityError(f"extent {record.extent_id:016x} in the index contradicts itself about its span")
+    if (state.place, state.parent, state.on_disk) == (record.place, record.parent, record.on_disk):
+        return record
     return replace(record, place=state.place, parent=state.parent, on_disk=state.on_disk)
 
 

@@ -195,8 +195,8 @@ class RedisIndex:
         known = self._cut(extent_id)
         state, raw, packed = (*replies.items(reply), None, None)[:3]
         if known is None:
-            known = wire.from_record(extent_id, raw, packed)
-        return wire.placed(known, wire.from_state(state))
+            return wire.placed(wire.from_record(extent_id, raw, packed), wire.from_state(state))
+        return known[1] if known[0] == state else wire.placed(known[1], wire.from_state(state))
 
     def move(self, extent_id: int, old: Place | None, new: Place, epoch: int) -> bool:
         wire.require_name("an owner", new.owner)
@@ -367,14 +367,14 @@ class RedisIndex:
             while len(self._proofs) > _PROOFS:
                 self._proofs.popitem(last=False)
 
-    def _cut(self, extent_id: int) -> ExtentRecord | None:
-        """Take an extent out of memory."""
+    def _cut(self, extent_id: int) -> tuple[bytes, ExtentRecord] | None:
+        """Take an extent out of memory, with the state that it was last read in."""
         with self._lock:
             known = self._known.pop(extent_id, None)
             if known is None:
                 return None
             self._known_tokens -= known[1].num_tokens
-            return known[1]
+            return known
 
 
 def _asked(query: Query, limit: int) -> tuple[int, str, str]:
