@@ -749,12 +749,14 @@ class ExtentStore:
             if allocation is None:
                 raise _OutOfReach(f"no room in the pool to fetch {record.num_tokens} tokens from disk")
             rows = self._own_rows(allocation, record.num_tokens)
+            # Where the tokens are known the file need only be what they would be written as; else it is taken apart.
+            wanted = stored(record) if record.token_ids else file_name(record)
             try:
                 if rows.device.type == "cpu":
-                    found = self.disk.read(file_name(record), rows)
+                    found = self.disk.read(wanted, rows)
                 else:
                     staged = torch.empty_like(rows, device="cpu")
-                    found = self.disk.read(file_name(record), staged)
+                    found = self.disk.read(wanted, staged)
                     rows.copy_(staged)
             except (KVMissing, IntegrityError) as error:
                 self.free(allocation)
