@@ -51,13 +51,21 @@ class Forwards:
         self.before_alone: Callable[[], None] = lambda: None
         shared, alone = engine.batcher._run, engine.forward_step
 
+        is_shared = False
+
         def note_shared(steps: Sequence[Step]) -> Any:
+            nonlocal is_shared
             self.seen.append(sorted(len(step.token_ids) for step in steps))
-            return shared(steps)
+            is_shared = True
+            try:
+                return shared(steps)
+            finally:
+                is_shared = False
 
         def note_alone(step: Step) -> Any:
-            self.before_alone()
-            self.seen.append("alone")
+            if not is_shared:  # nor one of one request, which nobody happened to share
+                self.before_alone()
+                self.seen.append("alone")
             return alone(step)
 
         monkeypatch.setattr(engine.batcher, "_run", note_shared)
@@ -539,3 +547,32 @@ async def test_a_fan_out_of_an_async_graph_shares_its_forwards(open_broker: Call
     alone = [broker.generate(f"question {n}", parent=docs, sampling=Sampling(max_tokens=12)) for n in range(16)]
     assert all(is_cold(broker, result) for result in alone)
     assert found["answers"] == [result.text for result in alone]
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "phi"])
+def test_a_request_answers_alike_alone_and_among_up_to_fifteen_neighbours(
+    kind: str, open_broker: Callable[..., KVBroker]
+) -> None:
+    """The tolerance of docs/explanation/exactness.md, in fp32."""
+    broker = open_broker(kind)
+    docs = broker.materialize(tiny.words(300))
+    twelve = Sampling(max_tokens=12, logprobs=True)
+
+    def ask(number: int) -> Generation:
+        return broker.generate(f"question {number}", parent=docs, raw=True, sampling=twelve)
+
+    alone = ask(0)
+    assert is_cold(broker, alone)
+    broker.evict(alone.handle)
+    broker.materialize(tiny.words(300))
+    for count in (2, 5, 16):
+        crowd = Crowd()
+        with broker.engine.lock:  # they meet in the line
+            crowd.add(lambda n=n: ask(n) for n in range(count))  # type: ignore[misc]
+            until(lambda n=count: broker.stats().num_running_requests == n)  # type: ignore[misc]
+        among, *_ = crowd.join()
+        assert among.token_ids == alone.token_ids
+        assert among.logprobs == pytest.approx(alone.logprobs, abs=1e-4)
+        for one in crowd.results:
+            broker.evict(one.handle)
+        broker.materialize(tiny.words(300))
