@@ -43,7 +43,7 @@ from aaflow_langgraph.model import Finding, Namespace, Operator, Receipt, Recipe
 from aaflow_langgraph.movements import Movement
 from aaflow_langgraph.nearest import Nearest
 from aaflow_langgraph.pool.base import Pool
-from aaflow_langgraph.pool.device import DevicePool
+from aaflow_langgraph.pool.device import DeviceTier
 from aaflow_langgraph.pool.disk import DiskPool
 from aaflow_langgraph.pool.host import HostPool
 from aaflow_langgraph.pool.peers import Peers
@@ -79,6 +79,7 @@ class KVBroker:
         *,
         peers: Peers | None = None,
         disk: DiskPool | None = None,
+        device_tier: DeviceTier | None = None,
         policy: Policy = least_recently_used,
         previews: bool = True,
         kv: bool = True,
@@ -88,7 +89,7 @@ class KVBroker:
         self.kv = kv
         self._previews = previews
         self._store = ExtentStore(
-            engine.namespace.digest, engine.layout, index, pool, policy, engine.device, peers=peers, disk=disk
+            engine.namespace.digest, engine.layout, index, pool, policy, peers=peers, disk=disk, device_tier=device_tier
         )
         self._pool = pool
         self._lock = threading.RLock()
@@ -118,6 +119,7 @@ class KVBroker:
         *,
         index: str = "memory://",
         pool_bytes: int = 1 << 30,
+        device_bytes: int | None = None,
         disk: str | os.PathLike[str] | None = None,
         disk_bytes: int = 16 << 30,
         evict: str | Policy = "lru",
@@ -135,7 +137,9 @@ class KVBroker:
             index: Where the metadata lives. ``"memory://"`` keeps it in this process; ``"redis://"``, ``"rediss://"``,
                 ``"unix://"`` share it through a Redis or Valkey server; ``"embedded://PATH"`` through a private server
                 that the first user starts. Processes of one host that share an index read each other's KV in place.
-            pool_bytes: Capacity of this broker's KV pool. It is taken and touched at once and never exceeded.
+            pool_bytes: Capacity of this broker's KV pool in main memory. It is taken and touched at once and never exceeded.
+            device_bytes: The most that copies of the pool's KV may take on the accelerator that the model computes on, beside
+                what running requests write there; as much as the pool when None. On CPU KV is read in the pool itself.
             disk: Directory for the tier below the pool: what leaves the pool goes there, and a later process finds it.
             disk_bytes: The most that the files of this namespace (model, dtype, tenant) may take there.
             evict: Which extents leave a full pool first: ``"lru"``, ``"lfu"``, ``"gdsf"``, ``"fifo"``, or a policy of your own
@@ -176,14 +180,8 @@ class KVBroker:
             engine = model
         else:
             engine = TransformersEngine.load(model, dtype=dtype, device=device, tenant=tenant)
-        namespace, on_cpu = engine.namespace.digest, engine.device.type == "cpu"
+        namespace = engine.namespace.digest
         opened = open_index(index, namespace, share_recipes=share_recipes)
-        if opened.shared and not on_cpu:
-            opened.close()
-            raise ConfigError(
-                f"a shared index ({index.partition(':')[0]}) needs KV in main memory, this engine computes on {engine.device}: "
-                "use index='memory://', with disk=... if KV shall outlive the process"
-            )
         with ExitStack() as undo:
             undo.callback(opened.close)
             below = None if disk is None else DiskPool(disk, namespace, engine.layout, disk_bytes)
@@ -197,9 +195,19 @@ class KVBroker:
                 opened = GuardedIndex(opened)
             else:
                 peers = None
-                pool = HostPool(pool_bytes) if on_cpu else DevicePool(pool_bytes, engine.device)
+                pool = HostPool(pool_bytes)
             undo.callback(pool.close)
-            broker = cls(engine, opened, pool, peers=peers, disk=below, policy=ordered, previews=previews, kv=kv)
+            broker = cls(
+                engine,
+                opened,
+                pool,
+                peers=peers,
+                disk=below,
+                device_tier=DeviceTier.of(engine.device, pool_bytes if device_bytes is None else device_bytes),
+                policy=ordered,
+                previews=previews,
+                kv=kv,
+            )
             undo.pop_all()
         return broker
 
@@ -365,7 +373,8 @@ class KVBroker:
         The handle stays valid: its KV is fetched from disk, where there is one, or recomputed when it is read again.
 
         Args:
-            tier: ``"host"`` (or ``"device"``) keeps a copy on disk where there is a disk; ``"disk"`` forgets that too.
+            tier: ``"host"`` keeps a copy on disk where there is a disk; ``"disk"`` forgets that too; ``"device"`` drops only
+                the copies on an accelerator.
 
         Raises:
             ConfigError: Another tier. Way out: fail.
@@ -374,8 +383,10 @@ class KVBroker:
         if tier not in ("device", "host", "disk"):
             raise ConfigError(f"tier must be 'device', 'host' or 'disk', got {tier!r}")
         recipe = self._known(handle)
-        sequence = self._recipes.sequence(recipe.kv_id)
-        return self._store.evict(sequence, self._recipes.borders(recipe), from_disk=tier == "disk")
+        sequence, borders = self._recipes.sequence(recipe.kv_id), self._recipes.borders(recipe)
+        if tier == "device":
+            return self._store.evict_copies(sequence, borders)
+        return self._store.evict(sequence, borders, from_disk=tier == "disk")
 
     def transfer(self, handle: HandleLike) -> Transfer:
         """Make the KV of ``handle`` readable here now, instead of when it is read: the pool of another process is mapped,
@@ -852,6 +863,9 @@ class KVBroker:
             + store.counts.lost_extents,
             overflow_bytes=store.overflow_bytes,
             peak_overflow_bytes=store.peak_overflow_bytes,
+            device_capacity_bytes=store.device_tier.capacity_bytes if store.device_tier else 0,
+            device_used_bytes=store.device_tier.used_bytes if store.device_tier else 0,
+            num_device_copies=store.device_tier.num_copies if store.device_tier else 0,
             disk_capacity_bytes=store.disk.capacity_bytes if store.disk else 0,
             disk_used_bytes=store.disk.used_bytes if store.disk else 0,
             num_spills=store.counts.spills,

@@ -229,6 +229,9 @@ class Stats:
     num_kv_load_failures: int
     overflow_bytes: int
     peak_overflow_bytes: int
+    device_capacity_bytes: int
+    device_used_bytes: int
+    num_device_copies: int
     disk_capacity_bytes: int
     disk_used_bytes: int
     num_spills: int

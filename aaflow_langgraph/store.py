@@ -1,8 +1,9 @@
 """Extents as one thing: bytes in a pool, records in an index, a lock that keeps the two in step.
 
 Knows allocation, publishing, leases, eviction, and how bytes that lie elsewhere come into reach: the pool of another
-process is read in place, a copy on disk is fetched. Knows no prompts, no model, no policy beyond calling one. A cache
-problem is a miss here: what cannot be brought into reach is left to be computed again (I14).
+process is read in place, a copy on disk is fetched. All of that is about bytes in main memory; an accelerator reads copies
+of them. Knows no prompts, no model, no policy beyond calling one. A cache problem is a miss here: what cannot be brought
+into reach is left to be computed again (I14).
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from aaflow_langgraph.model import BLOCK_TOKENS, BlockHash, Finding, KVLayout, R
 from aaflow_langgraph.movements import Movements
 from aaflow_langgraph.pool.arena import Allocation
 from aaflow_langgraph.pool.base import Pool
+from aaflow_langgraph.pool.device import DeviceTier
 from aaflow_langgraph.pool.disk import DiskPool, StoredExtent
 from aaflow_langgraph.pool.peers import Attached, Peers
 from aaflow_langgraph.results import Transfer
@@ -95,6 +97,7 @@ class ExtentStore:
     Args:
         peers: Pools of other processes of this host; None where the index is not shared.
         disk: The tier below the pool; None where there is none.
+        device_tier: The tier above it, where the model does not compute in main memory; else None.
     """
 
     def __init__(
@@ -104,10 +107,10 @@ class ExtentStore:
         index: Index,
         pool: Pool,
         policy: Policy,
-        device: torch.device,
         *,
         peers: Peers | None = None,
         disk: DiskPool | None = None,
+        device_tier: DeviceTier | None = None,
     ) -> None:
         self.namespace = namespace
         self.layout = layout
@@ -115,7 +118,7 @@ class ExtentStore:
         self.pool = pool
         self.peers = peers
         self.disk = disk
-        self.device = device
+        self.device_tier = device_tier
         self.dtype = DTYPES[layout.dtype]
         self.counts = StoreCounts()
         self.movements = Movements()
@@ -224,13 +227,17 @@ class ExtentStore:
     # ---------------------------------------------------------------- bytes
 
     def piece(self, record: ExtentRecord, start: int, stop: int) -> Piece:
-        """A view of part of an extent that is in reach."""
-        kv = self.rows(record)
+        """A view of part of an extent that is in reach, on the device that the model computes on."""
+        tier = self.device_tier
+        if tier is None:
+            kv = self.rows(record)
+        else:
+            kv = tier.rows(record.place, lambda: self.rows(record), lambda: self.is_live(record))
         return Piece(kv[..., start - record.start : stop - record.start, :], start, stop)
 
     def rows(self, record: ExtentRecord) -> torch.Tensor:
-        """All rows of an extent, ``[L, 2, H, even(T), D]``, where they lie. Tokens are laid out in even numbers, so that a
-        head's keys split into two equal halves without a copy (attention.py, products).
+        """All rows of an extent, ``[L, 2, H, even(T), D]``, where they lie in main memory. Tokens are laid out in even numbers,
+        so that a head's keys split into two equal halves without a copy (attention.py, products).
         """
         place = record.place
         memory = self._memory(place.owner) if place else None
@@ -387,6 +394,13 @@ class ExtentStore:
                     self._remove_file(record)
             return freed
 
+    def evict_copies(self, sequence: TokenSequence, borders: Sequence[int]) -> int:
+        """Drop the copies of a sequence's extents on the device; bytes freed. They stay in the pool."""
+        tier = self.device_tier
+        if tier is None:
+            return 0
+        return sum(tier.drop(record.place) for record in self.index.covering(self.query(sequence, borders)))
+
     def drop(self, extent_id: int, *, spill: bool = True) -> int:
         """Evict one extent from our pool; bytes freed, 0 when it may not go."""
         with self.lock:
@@ -412,6 +426,8 @@ class ExtentStore:
                 return 0
             self._forget(extent_id)
             self.pool.free(record.place.allocation)
+            if self.device_tier is not None:
+                self.device_tier.drop(record.place)
             return record.place.allocation.num_bytes
 
     def spill(self, extent_id: int) -> bool:
@@ -641,8 +657,14 @@ class ExtentStore:
                 if offset in ranges:
                     found.append(Finding("I8", f"{where} shares its bytes with extent {ranges[offset]}"))
                 ranges[offset] = record.extent_id
-                if not self.intact(self.mine.get(record.extent_id, record)):
+                known = self.mine.get(record.extent_id, record)
+                if not self.intact(known):
                     found.append(Finding("I5", f"the bytes of {where} changed since they were published"))
+                copy = self.device_tier.find(known.place) if self.device_tier is not None else None
+                if copy is not None and checksum(copy) != known.checksum:
+                    found.append(Finding("I5", f"the copy of {where} on the device is not what was published"))
+            if self.device_tier is not None:
+                found += [Finding("I10", what) for what in self.device_tier.check()]
             if self.disk is not None:
                 found += self.disk.check()
             return found
@@ -657,6 +679,8 @@ class ExtentStore:
         if not self._has_heirs():
             self.index.leave(self.pool.owner)
         self.pool.close()
+        if self.device_tier is not None:
+            self.device_tier.close()
         if self.peers is not None:
             self.peers.close()
         if self.disk is not None:
@@ -752,12 +776,7 @@ class ExtentStore:
             # Where the tokens are known the file need only be what they would be written as; else it is taken apart.
             wanted = stored(record) if record.token_ids else file_name(record)
             try:
-                if rows.device.type == "cpu":
-                    found = self.disk.read(wanted, rows)
-                else:
-                    staged = torch.empty_like(rows, device="cpu")
-                    found = self.disk.read(wanted, staged)
-                    rows.copy_(staged)
+                found = self.disk.read(wanted, rows)
             except (KVMissing, IntegrityError) as error:
                 self.free(allocation)
                 self.counts.fetch_failures += 1
@@ -837,7 +856,7 @@ class ExtentStore:
         rows, num_written = self.rows(record), 0
         for part in parts:
             if part is record:
-                kv = rows.cpu()
+                kv = rows
             else:
                 kv = torch.zeros(self.layout.shape(even(part.num_tokens)), dtype=self.dtype)
                 at = part.start - record.start

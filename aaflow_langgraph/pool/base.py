@@ -15,7 +15,7 @@ from aaflow_langgraph.pool.arena import Allocation
 
 
 class Pool(Protocol):
-    """Memory that holds extents.
+    """Main memory that holds extents.
 
     ``tensor`` is a view, valid while the allocation is live; after ``free`` its bytes may be anyone's, which
     ``is_live`` tells (generations are never reused).

@@ -1,4 +1,4 @@
-"""The host pool: one pre-touched region of main memory (and, with another device, of that device's memory).
+"""The host pool: one pre-touched region of main memory.
 
 Pre-touching costs once what page faults would cost in the middle of a request: writing fresh pages runs at a third to a
 quarter of the speed of touched ones.
@@ -86,12 +86,12 @@ class HostPool(RegionPool):
         ConfigError: ``capacity_bytes`` is below one alignment unit or more than the machine gives. Way out: fail.
     """
 
-    def __init__(self, capacity_bytes: int, *, device: torch.device | str = "cpu") -> None:
+    def __init__(self, capacity_bytes: int) -> None:
         super().__init__(capacity_bytes, ALIGNMENT_BYTES)
         try:
-            self._bytes = torch.zeros(self._arena.capacity_bytes, dtype=torch.uint8, device=device)
+            self._bytes = torch.zeros(self._arena.capacity_bytes, dtype=torch.uint8)
             self._bytes.fill_(1)  # zeros() may map one shared page; writing makes every page ours
-        except RuntimeError as error:  # torch raises RuntimeError for out of memory, on every device
+        except RuntimeError as error:  # torch raises RuntimeError for out of memory
             raise ConfigError(
-                f"cannot take {capacity_bytes} bytes on {device} for the pool; pass a smaller pool_bytes"
+                f"cannot take {capacity_bytes} bytes of memory for the pool; pass a smaller pool_bytes"
             ) from error

@@ -37,6 +37,7 @@ from aaflow_langgraph.keeper import Keeper
 from aaflow_langgraph.model import BLOCK_TOKENS, KVLayout
 from aaflow_langgraph.pool.arena import Allocation
 from aaflow_langgraph.pool.base import Pool
+from aaflow_langgraph.pool.device import DeviceTier
 from aaflow_langgraph.pool.disk import DiskPool
 from aaflow_langgraph.pool.host import HostPool
 from aaflow_langgraph.pool.peers import Peers
@@ -117,9 +118,9 @@ class Site:
             self.index,
             pool,
             least_recently_used,
-            torch.device("cpu"),
             peers=self.peers,
             disk=self.disk,
+            device_tier=machine.make_device_tier(),
         )
         self.store.announce_disk()
         self.keeper = Keeper(self.store, least_recently_used, clock=machine.clock)
@@ -156,6 +157,10 @@ class StoreMachine(RuleBasedStateMachine):
     @abstractmethod
     def make_index(self) -> Index:
         """The index of one more store."""
+
+    def make_device_tier(self) -> DeviceTier | None:
+        """What one more store reads its pool through; None when it reads in place."""
+        return None
 
     # ------------------------------------------------------------------ helpers
 

@@ -9,7 +9,6 @@ import torch
 
 from aaflow_langgraph.errors import ConfigError
 from aaflow_langgraph.pool.base import Pool
-from aaflow_langgraph.pool.device import DevicePool
 from aaflow_langgraph.pool.host import HostPool
 from aaflow_langgraph.testing.colours import Awaited
 from aaflow_langgraph.testing.pool_contract import PoolContract
@@ -23,13 +22,6 @@ class TestHostPool(PoolContract):
 class TestHostPoolAwaited(PoolContract):
     def make_pool(self, capacity_bytes: int) -> Pool:
         return cast(Pool, Awaited(HostPool(capacity_bytes)))
-
-
-class TestDevicePoolInMainMemory(PoolContract):
-    """The same code with a device named; on CUDA it runs in tests/gpu."""
-
-    def make_pool(self, capacity_bytes: int) -> Pool:
-        return DevicePool(capacity_bytes, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("capacity", [0, -1, 63, 1.5, "1g", None, True])

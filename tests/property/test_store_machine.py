@@ -6,6 +6,7 @@ import secrets
 
 import pytest
 import redis
+import torch
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
@@ -13,7 +14,8 @@ from aaflow_langgraph.index._server import Server
 from aaflow_langgraph.index.base import Index
 from aaflow_langgraph.index.memory import MemoryIndex
 from aaflow_langgraph.index.redis import RedisIndex
-from aaflow_langgraph.testing.store_machine import StoreMachine
+from aaflow_langgraph.pool.device import DeviceTier
+from aaflow_langgraph.testing.store_machine import LAYOUT, StoreMachine
 from tests.servers import RealServer, redis_server  # noqa: F401
 
 STEPS = settings(
@@ -27,6 +29,13 @@ STEPS = settings(
 class MemoryMachine(StoreMachine):
     def make_index(self) -> Index:
         return MemoryIndex(self.clock)
+
+
+class CopyingMachine(MemoryMachine):
+    """Everything is read through copies, as on an accelerator; there is room for few of them."""
+
+    def make_device_tier(self) -> DeviceTier:
+        return DeviceTier(torch.device("cpu"), LAYOUT.num_bytes(800))
 
 
 class RedisMachine(StoreMachine):
@@ -43,6 +52,11 @@ class RedisMachine(StoreMachine):
 
 @pytest.mark.filterwarnings("default")  # Hypothesis' own notes about the machine are no faults of ours
 class TestMemoryMachine(MemoryMachine.TestCase):  # type: ignore[misc, name-defined]
+    settings = STEPS
+
+
+@pytest.mark.filterwarnings("default")
+class TestCopyingMachine(CopyingMachine.TestCase):  # type: ignore[misc, name-defined]
     settings = STEPS
 
 
