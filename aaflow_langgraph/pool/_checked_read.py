@@ -16,21 +16,27 @@ import xxhash
 from aaflow_langgraph.errors import IntegrityError
 
 PIECE_BYTES = 1 << 20
+_NOTHING = memoryview(b"")
 
 
-def read_checked(fd: int, offset: int, into: memoryview) -> str:
-    """Fill ``into`` from ``offset`` on; xxh3-128, in hex, of what is in ``into`` afterwards.
+def read_checked(
+    fd: int, offset: int, into: memoryview, before: memoryview = _NOTHING, behind: memoryview = _NOTHING
+) -> str:
+    """Fill ``before``, ``into`` and ``behind`` from ``offset`` on; xxh3-128, in hex, of what is in ``into`` afterwards.
 
     What is hashed is the destination, so a byte that went wrong on its way is seen as well.
 
     Raises:
-        IntegrityError: The file ends before ``into`` is full. Way out: fail.
+        IntegrityError: The file ends before they are full. Way out: fail.
         OSError: The file cannot be read.
     """
     state = xxhash.xxh3_128()
     for start in range(0, into.nbytes, PIECE_BYTES):
         piece = into[start : start + PIECE_BYTES]
-        _pread(fd, offset + start, piece)
+        parts = [before, piece] if start == 0 and before.nbytes else [piece]
+        if start + PIECE_BYTES >= into.nbytes and behind.nbytes:
+            parts.append(behind)
+        offset = _pread(fd, offset, parts)
         state.update(piece)
     return state.hexdigest()
 
@@ -41,15 +47,20 @@ def checksum(fd: int, offset: int, num_bytes: int) -> str:
     piece = memoryview(bytearray(min(PIECE_BYTES, num_bytes)))
     for start in range(0, num_bytes, PIECE_BYTES):
         part = piece[: min(PIECE_BYTES, num_bytes - start)]
-        _pread(fd, offset + start, part)
+        offset = _pread(fd, offset, [part])
         state.update(part)
     return state.hexdigest()
 
 
-def _pread(fd: int, offset: int, into: memoryview) -> None:
-    done = 0
-    while done < into.nbytes:
-        count = os.preadv(fd, [into[done:]], offset + done)
+def _pread(fd: int, offset: int, parts: list[memoryview]) -> int:
+    """Fill all of ``parts``; where they end in the file."""
+    while parts:
+        count = os.preadv(fd, parts, offset)
         if count == 0:
-            raise IntegrityError(f"ends at byte {offset + done}, {into.nbytes - done} bytes early")
-        done += count
+            raise IntegrityError(f"ends at byte {offset}, {sum(part.nbytes for part in parts)} bytes early")
+        offset += count
+        while parts and count >= parts[0].nbytes:
+            count -= parts.pop(0).nbytes
+        if count:
+            parts[0] = parts[0][count:]
+    return offset
