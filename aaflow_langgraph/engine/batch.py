@@ -66,7 +66,6 @@ class _Work(Waiting):
     result: Any = None
     error: BaseException | None = None
     is_finished: bool = False
-    leads: bool = False
     wake: threading.Event = field(default_factory=threading.Event)
 
     @property
@@ -131,7 +130,8 @@ class Batcher:
         self._parts: list[_Part] = []
         """What is being computed, by whoever leads."""
         self._num_arrived = 0
-        self._is_busy = False
+        self._leader: _Work | None = None
+        """Whose thread computes now, or is about to."""
         self._was_alone = False
         self._last_size = 1
         self._last_s = 0.0
@@ -140,7 +140,12 @@ class Batcher:
     def progress(self) -> int | None:
         """A number that grows with everything that is computed; None while something is."""
         with self._lock:
-            return None if self._is_busy else self._num_arrived
+            return None if self.is_busy else self._num_arrived
+
+    @property
+    def is_busy(self) -> bool:
+        """Is anything computed, or about to be?"""
+        return self._leader is not None
 
     def step(self, step: Step, priority: int = 0) -> torch.Tensor:
         """Run a step; logits ``[vocab]`` after its last token. What its forward raises is raised here.
@@ -167,15 +172,16 @@ class Batcher:
     def _wait(self, mine: _Work) -> Any:
         try:
             self._arrive(mine)
-            if not mine.leads:
+            if self._leader is not mine:
                 mine.wake.wait()
-            while mine.leads and not mine.is_finished:
+            while self._leader is mine and not mine.is_finished:
                 self._forward()
-        except BaseException:
-            self._withdraw(mine)
-            raise
         finally:
-            self._hand_on(mine)
+            try:
+                self._leave(mine)
+            except BaseException:  # interrupted on its way out: whoever waits behind it must not wait for ever
+                self._leave(mine)
+                raise
         if mine.error is not None:
             raise mine.error
         return mine.result
@@ -185,36 +191,27 @@ class Batcher:
             mine.ticket, mine.arrived_s = self._num_arrived, self._clock()
             self._num_arrived += 1
             self._line.append(mine)
-            mine.leads = not self._is_busy
-            self._is_busy = True
+            self._leader = self._leader or mine
             self._arrived.notify()
 
-    def _withdraw(self, mine: _Work) -> None:
-        """The caller is interrupted. What has not begun never will; what runs writes into the caller's tail, so wait for it."""
+    def _leave(self, mine: _Work) -> None:
+        """The caller goes: it has what it came for, or was interrupted; who led lets the next one lead. Idempotent.
+
+        What has not begun never will. What others run of it writes into the caller's tail, so that is waited for.
+        """
         while True:
             with self._lock:
-                if mine in self._line:  # also after it was cut: what is left of it is nobody's any more
+                if self._leader is mine:
+                    self._put_back()
+                if mine in self._line:  # also after it was cut
                     self._line.remove(mine)
+                if mine.is_finished or all(part.work is not mine for part in self._parts):
+                    if self._leader is mine:
+                        self._leader = min(self._line, key=_turn, default=None)
+                    if self._leader is not None:
+                        self._leader.wake.set()
                     return
-                if mine.leads or mine.is_finished or all(part.work is not mine for part in self._parts):
-                    return
-            try:
-                mine.wake.wait()
-            except BaseException:  # interrupted once more: still wait, or what runs would write into freed memory
-                continue
-
-    def _hand_on(self, mine: _Work) -> None:
-        """Who led lets the next one of those who wait lead."""
-        with self._lock:
-            if not mine.leads:
-                return
-            self._put_back()
-            mine.leads = False
-            successor = min(self._line, key=_turn, default=None)
-            self._is_busy = successor is not None
-            if successor is not None:
-                successor.leads = True
-                successor.wake.set()
+            mine.wake.wait()
 
     def _put_back(self) -> None:
         """Whoever is not finished, cut or interrupted, goes back to the same place. Called with the lock held."""

@@ -114,7 +114,7 @@ def test_a_thousand_requests_leave_nothing_behind(open_broker: Callable[..., KVB
         assert (stats.num_running_requests, stats.num_waiting_requests) == (0, 0)
         assert (stats.num_leases, stats.overflow_bytes) == (0, 0)
         assert not broker.engine.batcher._line
-        assert not broker.engine.batcher._is_busy
+        assert not broker.engine.batcher.is_busy
         resident.append(resident_bytes())
         return {
             "pool": stats.pool_used_bytes,

@@ -40,7 +40,7 @@ def is_at_rest(broker: KVBroker) -> bool:
     """Does nothing run, wait or hold anything?"""
     stats, line = broker.stats(), broker.engine.batcher
     held = (stats.num_running_requests, stats.num_waiting_requests, stats.num_leases, stats.overflow_bytes)
-    return held == (0, 0, 0, 0) and not line._line and not line._is_busy
+    return held == (0, 0, 0, 0) and not line._line and not line.is_busy
 
 
 class Forwards:
@@ -105,7 +105,7 @@ def test_streams_go_on_while_a_long_prefill_runs_behind_a_shared_prefix(
 ) -> None:
     """It fills what they leave of every forward; all equal a run alone."""
     broker = open_broker()
-    docs = broker.materialize(tiny.words(400))
+    docs = broker.materialize(tiny.words(130))
     streams = Streams(broker, docs, 3, 24)
     forwards = Forwards(broker.engine, monkeypatch)
     streams.is_counting = True
@@ -128,7 +128,7 @@ def test_streams_go_on_between_the_chunks_of_a_cold_prefill_whose_bits_stay_thos
     open_broker: Callable[..., KVBroker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broker, alone = open_broker(), open_broker()
-    docs = broker.materialize(tiny.words(400))
+    docs = broker.materialize(tiny.words(130))
     streams = Streams(broker, docs, 3, 24)
     forwards, line = Forwards(broker.engine, monkeypatch), broker.engine.batcher
     long = Crowd()

@@ -175,7 +175,7 @@ def test_nobody_is_passed_by_for_ever(batcher: Batcher, model: Model) -> None:
     assert begun.wait(20)
     batcher.alone(lambda: order.append("patient"), 9)
     first.join(20)
-    until(lambda: not batcher._is_busy)
+    until(lambda: not batcher.is_busy)
     assert order.index("patient") == 2 + PATIENCE  # two stood there before it
 
 
@@ -191,7 +191,7 @@ def test_after_a_failure_everything_goes_on(batcher: Batcher, model: Model) -> N
     with pytest.raises(ValueError, match="a token that is none"):
         batcher.step(step(0, -1))
     assert float(batcher.step(step(1, 5))) == 5
-    assert not batcher._is_busy
+    assert not batcher.is_busy
 
 
 class Interrupt(BaseException):
@@ -230,7 +230,7 @@ def test_who_computes_for_others_may_be_interrupted(batcher: Batcher) -> None:
     thread.join(20)
     other.join(20)
     assert answers == {"leader": "interrupted", "other": "computed"}
-    assert not batcher._is_busy
+    assert not batcher.is_busy
     assert not batcher._line
 
 
@@ -252,7 +252,7 @@ def test_who_waits_may_be_interrupted_and_is_withdrawn(batcher: Batcher, model: 
     model.gate.set()
     other.join(20)
     assert model.ran == [[0]]
-    assert not batcher._is_busy
+    assert not batcher.is_busy
     assert float(batcher.step(step(2, 3))) == 3
 
 
@@ -293,13 +293,13 @@ def test_a_long_step_that_is_interrupted_while_others_run_a_part_of_it_hands_the
     seen.release()
     assert begun.acquire(timeout=20)  # the second leads and runs a part of the long one
     withdrawn = threading.Event()
-    inner = batcher._withdraw
+    inner = batcher._leave
 
     def withdraw(work: Any) -> None:
         withdrawn.set()
         inner(work)
 
-    batcher._withdraw = withdraw  # type: ignore[method-assign]
+    batcher._leave = withdraw  # type: ignore[method-assign]
     interrupt(interrupted)
     # A thread that waits for a lock sees it when it is woken; so does one that computes.
     work = next(part.work for part in batcher._parts if part.work.num_left == 300)
@@ -312,7 +312,7 @@ def test_a_long_step_that_is_interrupted_while_others_run_a_part_of_it_hands_the
         thread.join(20)
         assert not thread.is_alive()
     assert sorted(outcome) == ["0.0", "interrupted"]
-    assert not batcher._is_busy
+    assert not batcher.is_busy
     assert not batcher._line
     assert parts[1] == [1, MIXED_ROWS - 1]
 
@@ -333,5 +333,5 @@ def test_nobody_leads_for_ever(batcher: Batcher, model: Model) -> None:
         thread.join(60)
     assert sorted(served) == sorted(float(number + turn) for number in range(30) for turn in range(20))
     assert not batcher._line
-    assert not batcher._is_busy
+    assert not batcher.is_busy
     assert batcher.num_steps == 600
