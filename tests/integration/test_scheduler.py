@@ -345,7 +345,7 @@ async def test_a_thousand_tasks_of_one_loop_wait_in_line(open_broker: Callable[.
     assert sum(is_cold(broker, result) for result in results if result not in cancelled) == 1000 - len(cancelled)
     assert most == MOST_RUNNING
     assert is_at_rest(broker)
-    assert not [thread for thread in threading.enumerate() if thread.name == "aaflow-request"]
+    until(lambda: not [thread for thread in threading.enumerate() if thread.name == "aaflow-request"])
 
 
 @pytest.mark.usefixtures("patient")

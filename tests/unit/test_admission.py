@@ -61,10 +61,11 @@ def come(door: Admission, order: list[str], *names: str, priority: int = 0) -> l
     """Visitors who arrive one after the other."""
     visitors = []
     for name in names:
-        before = door.num_running + door.num_waiting
-        visitors.append(Visitor(door, name, order, priority))
-        visitors[-1].start()
-        until(lambda before=before: door.num_running + door.num_waiting == before + 1)  # type: ignore[misc]
+        before = door.num_waiting
+        visitor = Visitor(door, name, order, priority)
+        visitor.start()
+        until(lambda v=visitor, n=before: v.inside.is_set() or door.num_waiting > n)  # type: ignore[misc]
+        visitors.append(visitor)
     return visitors
 
 
