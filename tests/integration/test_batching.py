@@ -156,7 +156,7 @@ def test_sixteen_forks_share_their_forwards_and_answer_as_alone(
 ) -> None:
     broker = open_broker(kind)
     stock = Stock(broker.engine.model, broker.engine.stop_ids)
-    docs = broker.materialize(tiny.words(700))
+    docs = broker.materialize(tiny.words(300))
     batcher = broker.engine.batcher
     before = batcher.num_steps, batcher.num_forwards, batcher.num_repeated
     calls = [
