@@ -50,10 +50,10 @@ from aaflow_langgraph.pool.peers import Peers
 from aaflow_langgraph.pool.shared import SharedPool
 from aaflow_langgraph.pool.sweep import sweep as sweep_pools
 from aaflow_langgraph.recipes import RecipeBook
-from aaflow_langgraph.requests import How, Requests
+from aaflow_langgraph.requests import How, Requests, check_cancel
 from aaflow_langgraph.results import Composed, ComposeReport, Generation, Prefilled, Stats, TokenDelta, Transfer
 from aaflow_langgraph.store import ExtentStore
-from aaflow_langgraph.threads import in_thread
+from aaflow_langgraph.threads import Stop, in_thread
 
 HandleLike = KVHandle | KVComposite | Mapping[str, Any]
 Result = TypeVar("Result")
@@ -1135,8 +1135,9 @@ class KVBroker:
 async def _cancellable(
     call: Callable[..., Result], prompt: Any, cancel: threading.Event | None, **options: Any
 ) -> Result:
-    """``call`` in a thread; cancelling the task sets the event that stops it before its next forward."""
-    stop = threading.Event() if cancel is None else cancel
+    """``call`` in a thread; cancelling the task stops it before its next forward, and nobody else who got the same event."""
+    check_cancel(cancel)
+    stop = Stop(cancel)
     return await in_thread(partial(call, prompt, cancel=stop, **options), stop)
 
 

@@ -309,8 +309,8 @@ def _bench_agents(arguments: argparse.Namespace, versions: dict[str, str]) -> in
     if picture:
         compose_plot.check_plot(picture)
     page = Path(arguments.markdown) if arguments.markdown else None
-    if page and not page.parent.is_dir():
-        raise ConfigError(f"--markdown {page}: there is no folder {page.parent}; make it, or name another")
+    if page:
+        compose_plot.check_output("--markdown", page)
     engine = TransformersEngine.load(arguments.model or demo_model(), dtype=arguments.dtype, device="cpu")
     document = agents.run(
         engine,
@@ -323,15 +323,16 @@ def _bench_agents(arguments: argparse.Namespace, versions: dict[str, str]) -> in
         names,
         whole=arguments.whole,
     )
-    if picture:
-        agents_plot.draw(document, picture)
-    if page:
-        agents_report.write_markdown(document, page)
     model = engine.namespace
+    # First what took long to measure, then files, which may fail.
     agents_report.report(
         document,
         {"model": model.model, "dtype": model.dtype, "read_path": engine.read_path, "versions": versions},
     )
+    if picture:
+        agents_plot.draw(document, picture)
+    if page:
+        agents_report.write_markdown(document, page)
     return 0
 
 

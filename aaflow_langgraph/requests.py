@@ -26,6 +26,7 @@ from aaflow_langgraph.inflight import InFlight
 from aaflow_langgraph.journal import Journal, Origin, asked_by
 from aaflow_langgraph.model import BLOCK_TOKENS, Operator, Recipe, Span, Turn
 from aaflow_langgraph.nearest import Nearest
+from aaflow_langgraph.pool.base import PoolClosed
 from aaflow_langgraph.recipes import RecipeBook
 from aaflow_langgraph.results import Generation, Prefilled, Reuse, TokenDelta, Usage
 from aaflow_langgraph.session import Session
@@ -68,8 +69,7 @@ class How:
         for name in ("deterministic", "kv"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
-        if self.cancel is not None and not isinstance(self.cancel, threading.Event):
-            raise ConfigError(f"cancel must be a threading.Event, got {type(self.cancel).__name__}")
+        check_cancel(self.cancel)
         if not isinstance(self.priority, int) or isinstance(self.priority, bool):
             raise ConfigError(f"priority must be a whole number, smaller ones first, got {self.priority!r}")
         check_label(self.label)
@@ -385,6 +385,8 @@ class Requests:
             with self.admission.admitted(how.priority, tick), session:
                 session.queued_s = time.perf_counter() - asked
                 yield session
+        except PoolClosed as error:  # between a forward and what comes behind it
+            raise Cancelled("the broker was closed while the request ran; nothing was published") from error
         finally:
             with self.lock:
                 self.counts.failures += session.num_failures
@@ -503,6 +505,16 @@ class Requests:
             nearest=begun.nearest.kv_id,
             num_nearest=begun.nearest.num_shared,
         )
+
+
+def check_cancel(cancel: threading.Event | None) -> None:
+    """Refuse what is no event.
+
+    Raises:
+        ConfigError: It is none. Way out: fail.
+    """
+    if cancel is not None and not isinstance(cancel, threading.Event):
+        raise ConfigError(f"cancel must be a threading.Event, got {type(cancel).__name__}")
 
 
 def _reuse(session: Session, parent: Recipe | None, num_shared: int) -> Reuse:

@@ -17,6 +17,18 @@ from typing import TypeVar
 Result = TypeVar("Result")
 
 
+class Stop(threading.Event):
+    """An event that is also set while the caller's own is; setting it leaves that alone, which may stop others as well."""
+
+    def __init__(self, callers: threading.Event | None) -> None:
+        super().__init__()
+        self._callers = callers
+
+    def is_set(self) -> bool:
+        """Is it, or the caller's?"""
+        return super().is_set() or (self._callers is not None and self._callers.is_set())
+
+
 async def in_thread(call: Callable[[], Result], cancel: threading.Event) -> Result:
     """``call()`` in a thread of its own, with the caller's context variables.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,12 +18,25 @@ def check_plot(path: Path) -> None:
     """Refuse before anything is measured what could not be drawn.
 
     Raises:
-        ConfigError: matplotlib is not installed, or the folder does not exist. Way out: as the message says.
+        ConfigError: matplotlib is not installed, or the file cannot be written. Way out: as the message says.
     """
     if find_spec("matplotlib") is None:
         raise ConfigError("--svg draws with matplotlib: pip install matplotlib")
+    check_output("--svg", path)
+
+
+def check_output(option: str, path: Path) -> None:
+    """Refuse before anything is measured a file that could not be written.
+
+    Raises:
+        ConfigError: There is no such folder, the path is one, or it must not be written. Way out: name another.
+    """
     if not path.parent.is_dir():
-        raise ConfigError(f"--svg {path}: there is no folder {path.parent}; make it, or name another")
+        raise ConfigError(f"{option} {path}: there is no folder {path.parent}; make it, or name another")
+    if path.is_dir():
+        raise ConfigError(f"{option} {path}: this is a folder; name a file in it")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"{option} {path}: it must not be written; name another file")
 
 
 def draw(document: dict[str, Any], seen: Sequence[Seen], path: Path) -> None:

@@ -64,8 +64,8 @@ def run(engine: TransformersEngine, context: int, prompt: int, streams: int, rou
     room = engine.window - context
     if room < prompt + 64:
         raise ConfigError(
-            f"{context} tokens of context and {prompt} of the prompt leave {room - prompt} of the window's {engine.window}; "
-            "64 are needed for what the streams generate"
+            f"{context} tokens of context, {prompt} of the prompt and 64 that the streams need at least are more than the window's "
+            f"{engine.window}; ask for fewer"
         )
     most = engine.layout.num_bytes(2 * context + 4 * (prompt + 512) + streams * (room + 512))
     rows: list[Row] = []

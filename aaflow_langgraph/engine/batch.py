@@ -17,6 +17,7 @@ Knows steps and how to run them; knows no broker, no sampler, no stream.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -27,6 +28,7 @@ import torch
 
 from aaflow_langgraph.engine.attention import Past
 from aaflow_langgraph.engine.line import Waiting, leave
+from aaflow_langgraph.errors import ConfigError
 
 Result = TypeVar("Result")
 
@@ -121,6 +123,7 @@ class Batcher:
         self.num_repeated = 0
         self.longest_stall_s = 0.0
         """Longest that a step of one token, a stream's, stood in the line before its forward began."""
+        self._pid = os.getpid()
         self._run = run
         self._engine_lock = lock
         self._clock = clock
@@ -170,6 +173,11 @@ class Batcher:
         return result
 
     def _wait(self, mine: _Work) -> Any:
+        if os.getpid() != self._pid:  # who computes for all, and the lock, may be another process's for ever
+            raise ConfigError(
+                f"this engine belongs to process {self._pid}, this is its forked child {os.getpid()}: the threads of torch do "
+                "not survive a fork; start worker processes with 'spawn' and load the model in each"
+            )
         try:
             self._arrive(mine)
             if self._leader is not mine:

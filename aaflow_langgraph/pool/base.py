@@ -14,6 +14,10 @@ from aaflow_langgraph.model import Tier
 from aaflow_langgraph.pool.arena import Allocation
 
 
+class PoolClosed(ValueError):
+    """A pool was used after it was closed. Internal: to a request it is the end of its broker."""
+
+
 class Pool(Protocol):
     """Main memory that holds extents.
 

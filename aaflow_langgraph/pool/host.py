@@ -14,6 +14,7 @@ import torch
 from aaflow_langgraph.errors import ConfigError
 from aaflow_langgraph.model import Tier
 from aaflow_langgraph.pool.arena import ALIGNMENT_BYTES, Allocation, Arena
+from aaflow_langgraph.pool.base import PoolClosed
 
 
 class RegionPool:
@@ -64,7 +65,7 @@ class RegionPool:
 
     def tensor(self, allocation: Allocation, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         if self._closed:
-            raise ValueError("the pool is closed")
+            raise PoolClosed("the pool is closed")
         num_bytes = math.prod(shape) * dtype.itemsize
         if num_bytes > allocation.num_bytes:
             raise ValueError(f"{shape} of {dtype} needs {num_bytes} bytes, the allocation has {allocation.num_bytes}")

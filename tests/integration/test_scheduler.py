@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import operator
+import os
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import Annotated, Any
@@ -576,3 +578,82 @@ def test_a_request_answers_alike_alone_and_among_up_to_fifteen_neighbours(
         for one in crowd.results:
             broker.evict(one.handle)
         broker.materialize(tiny.words(300))
+
+
+async def test_a_task_that_is_cancelled_stops_nobody_who_got_the_same_event(
+    open_broker: Callable[..., KVBroker],
+) -> None:
+    broker = open_broker("llama")
+    stop = threading.Event()
+    begun = threading.Event()
+
+    def ask(number: int) -> asyncio.Task[Generation]:
+        sampling = Sampling(max_tokens=40)
+        return asyncio.create_task(
+            broker.agenerate(f"n{number}", sampling=sampling, raw=True, cancel=stop, on_token=lambda _: begun.set())
+        )
+
+    tasks = [ask(number) for number in range(4)]
+    while not begun.is_set():
+        await asyncio.sleep(0.001)
+    tasks[0].cancel()
+    first, *others = await asyncio.gather(*tasks, return_exceptions=True)
+    assert isinstance(first, asyncio.CancelledError)
+    assert all(isinstance(other, Generation) for other in others)
+    assert not stop.is_set()
+    stop.set()
+    with pytest.raises(Cancelled):
+        await ask(9)
+
+
+def test_an_engine_in_a_forked_child_is_refused_with_a_reason(engines: Callable[..., TransformersEngine]) -> None:
+    """Also while its lock and the lead belong to a thread that the child does not have."""
+    engine = engines("llama")
+    inside, leave = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        inside.set()
+        leave.wait(60)
+
+    holder = threading.Thread(target=lambda: engine.batcher.alone(hold))
+    holder.start()
+    assert inside.wait(20)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # later Pythons warn of forks beside threads
+        pid = os.fork()
+    if pid == 0:
+        try:
+            engine.batcher.alone(lambda: None)
+        except ConfigError as error:
+            os._exit(0 if "forked child" in str(error) else 1)
+        os._exit(2)
+    _, status = os.waitpid(pid, 0)
+    leave.set()
+    holder.join(20)
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
+def test_closing_in_the_middle_of_requests_is_cancelled_to_each_of_them(open_broker: Callable[..., KVBroker]) -> None:
+    """Between a forward and the publishing behind it, too."""
+    for number in range(6):
+        broker = open_broker("llama")
+        ended: list[BaseException | Generation] = []
+        begun = threading.Event()
+
+        def ask(text: str, broker: KVBroker = broker, ended: list[Any] = ended, begun: threading.Event = begun) -> None:
+            try:
+                for turn in range(50):
+                    options: Any = {"sampling": Sampling(max_tokens=2), "raw": True}
+                    ended.append(broker.generate(f"{text}{turn}", on_token=lambda _: begun.set(), **options))
+            except BaseException as error:
+                ended.append(error)
+
+        threads = [threading.Thread(target=ask, args=(prose(280, seed=n),)) for n in range(6)]
+        for thread in threads:
+            thread.start()
+        assert begun.wait(30)
+        broker.close()
+        for thread in threads:
+            thread.join(60)
+        wrong = [end for end in ended if not isinstance(end, Generation | Cancelled | ConfigError)]
+        assert wrong == [], (number, wrong)
