@@ -106,13 +106,13 @@ def test_a_killed_reader_pins_its_extents_until_its_lease_ends_and_they_are_free
     host: Host, server: RealServer, cold: Cold
 ) -> None:
     """C1."""
-    owner, reader = host.worker(), host.worker()
+    owner, reader = host.worker(SHARED_LEASE_S=2.0), host.worker(SHARED_LEASE_S=2.0)
     owner("open", server.url)
     reader("open", server.url)
     handle = owner("materialize", IDS)
     reader.start("generate", handle, NUM_NEW, pause_at=2)
     reader.wait_for_pause()
-    time.sleep(1.0)  # well beyond the lease: its keeper renews it
+    time.sleep(3.0)  # well beyond the lease: its keeper renews it
     assert owner("evict", handle) == 0
     assert owner("stats")["num_leases"] == 1
     reader.kill()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -234,7 +234,17 @@ def test_who_computes_for_others_may_be_interrupted(batcher: Batcher) -> None:
     assert not batcher._line
 
 
-@pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="signals go to the main thread")
+@pytest.fixture
+def interrupts() -> Iterator[None]:
+    """Ctrl-C raises KeyboardInterrupt, also where tests run in a process that ignores it."""
+    if threading.current_thread() is not threading.main_thread():
+        pytest.skip("signals go to the main thread")
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interrupts")
 def test_who_waits_may_be_interrupted_and_is_withdrawn(batcher: Batcher, model: Model) -> None:
     other = threading.Thread(target=lambda: batcher.step(step(0, 1)))
     other.start()
