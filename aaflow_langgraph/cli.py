@@ -21,8 +21,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     wrong or a server does not answer.
     """
     # Spinning OpenMP threads make a decode step up to 30 times slower when another process wants the core; torch reads
-    # this once, at import.
+    # this once, at import. Some microseconds of it are cheaper than a sleep and a waking between two products, though.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     arguments = _parser().parse_args(argv)
     from aaflow_langgraph.errors import AAFlowError
 

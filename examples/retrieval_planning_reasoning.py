@@ -22,6 +22,7 @@ from __future__ import annotations
 import os
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported: threads that spin starve each other
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # but some microseconds of it are cheaper than a sleep and a waking
 
 import argparse
 import json

@@ -2,8 +2,9 @@
 
     START -> read --Send x N--> ask -> END
 
-``read`` is a ``prefill_node`` (a hit after the first run), ``ask`` a ``generate_node``; LangGraph's ``max_concurrency`` says
-how many of them run at once. Without it LangGraph takes ``min(32, cores + 4)`` threads, so wide fan-outs must set it.
+``read`` is a ``prefill_node``, ``ask`` a ``generate_node``. ``read`` runs once; what is timed starts with its handle in the
+state, as every other side starts with the context's token ids or cache. LangGraph's ``max_concurrency`` says how many agents run
+at once. Without it LangGraph takes ``min(32, cores + 4)`` threads, so wide fan-outs must set it.
 """
 
 from __future__ import annotations
@@ -116,7 +117,8 @@ class Handles:
 
     def _invoke(self, questions: list[str]) -> dict[str, Any]:
         config = RunnableConfig(max_concurrency=len(questions) if self._is_batched and questions else 1)
-        state: dict[str, Any] = self._graph.invoke({"context": self._task.context, "questions": questions}, config)
+        given = {"docs": self._docs} if questions else {"context": self._task.context}
+        state: dict[str, Any] = self._graph.invoke({**given, "questions": questions}, config)
         return state
 
     def _forget(self, answers: list[KVHandle]) -> None:
@@ -140,6 +142,8 @@ def _graph(broker: KVBroker, num_output: int) -> Any:
     )
 
     def fan_out(state: _State) -> list[Send] | str:
+        if "docs" not in state:
+            return "read"
         sends = [
             Send("ask", {"docs": state["docs"], "question": question, "agent": number})
             for number, question in enumerate(state["questions"])
@@ -159,7 +163,7 @@ def _graph(broker: KVBroker, num_output: int) -> Any:
     builder: Any = StateGraph(_State)
     builder.add_node("read", read)
     builder.add_node("ask", ask)
-    builder.add_edge(START, "read")
-    builder.add_conditional_edges("read", fan_out, ["ask", END])
+    for done in (START, "read"):
+        builder.add_conditional_edges(done, fan_out, ["read", "ask", END])
     builder.add_edge("ask", END)
     return builder.compile()
