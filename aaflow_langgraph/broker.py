@@ -370,7 +370,8 @@ class KVBroker:
         """Drop the KV of ``handle`` from this broker's pool, last extent first, down to what others build on or read; bytes
         freed.
 
-        The handle stays valid: its KV is fetched from disk, where there is one, or recomputed when it is read again.
+        The handle stays valid: its KV is fetched from disk, where there is one, or recomputed when it is read again. One that ends
+        inside of what was merged in the background, with others behind it, frees nothing: what is merged goes as a whole.
 
         Args:
             tier: ``"host"`` keeps a copy on disk where there is a disk; ``"disk"`` forgets that too; ``"device"`` drops only

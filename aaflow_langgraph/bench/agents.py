@@ -14,7 +14,7 @@ Sides, in turns in one run, on the same weights, threads, tokens and stop rules 
 * ``vllm``, ``llama.cpp``: servers in an environment of their own, with the context in their cache already.
 
 All agents ask at one moment, and every time counts from it: in a serial side the last agent waits for all others. For
-handles that moment is the call of the graph: LangGraph's own work and the lookup of the context are inside. The first
+handles that moment is the call of the graph: LangGraph's own work and the lookup of the KV are inside. The first
 prefill of the context is not: it is paid once and reported apart, and the ratios are given without and with it.
 
 Physics. Text passing runs N * context tokens through the model. Copies save that, but each step reads N copies of the
