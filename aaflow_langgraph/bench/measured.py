@@ -17,7 +17,7 @@ from aaflow_langgraph.bench.pairs import Pairs, compare, extended
 from aaflow_langgraph.bench.sides import NotRun, Outcome, Side
 
 _PAIRED = (TRUTH, "deepcopy-batched", "vllm")
-_KL_AGENTS = 4
+_KL_AGENTS = 2
 
 
 @dataclass(frozen=True, slots=True)
