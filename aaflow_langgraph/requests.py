@@ -16,6 +16,7 @@ import torch
 from aaflow_langgraph.admission import Admission
 from aaflow_langgraph.compose.ladder import again
 from aaflow_langgraph.composer import Composer
+from aaflow_langgraph.engine.line import check_priority
 from aaflow_langgraph.engine.sampling import Sampling, choose, log_probability
 from aaflow_langgraph.engine.transformers import TransformersEngine
 from aaflow_langgraph.engine.turns import Extension
@@ -70,8 +71,7 @@ class How:
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
         check_cancel(self.cancel)
-        if not isinstance(self.priority, int) or isinstance(self.priority, bool):
-            raise ConfigError(f"priority must be a whole number, smaller ones first, got {self.priority!r}")
+        check_priority(self.priority)
         check_label(self.label)
 
 

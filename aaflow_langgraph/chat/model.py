@@ -24,6 +24,7 @@ from aaflow_langgraph.broker import KVBroker
 from aaflow_langgraph.chat.answer import Answer
 from aaflow_langgraph.chat.request import SAMPLING, Request, Requests, schemas, stop_strings
 from aaflow_langgraph.chat.tools import Said, check_choice
+from aaflow_langgraph.engine.line import check_priority
 from aaflow_langgraph.engine.sampling import Sampling
 from aaflow_langgraph.errors import ConfigError
 from aaflow_langgraph.journal import origin
@@ -89,9 +90,7 @@ class KVChatModel(BaseChatModel):
             value = fields.get(name, allowed[-1])
             if not any(value is one for one in allowed):
                 raise ConfigError(f"{name} must be one of {', '.join(map(str, allowed))}, got {value!r:.80}")
-        priority = fields.get("priority", 0)
-        if not isinstance(priority, int) or isinstance(priority, bool):
-            raise ConfigError(f"priority must be a whole number, smaller ones first, got {priority!r:.80}")
+        check_priority(fields.get("priority", 0))
         kept: dict[str, Any] = {name: value for name, value in fields.items() if name not in _NO_SERVER}
         kept["broker"] = broker
         super().__init__(**kept)

@@ -9,8 +9,21 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TypeVar
 
+from aaflow_langgraph.errors import ConfigError
+
 PATIENCE = 16
 """Whoever was passed by so often goes in front of every priority."""
+
+
+def check_priority(priority: int) -> int:
+    """The same.
+
+    Raises:
+        ConfigError: It is no int. Way out: fail.
+    """
+    if not isinstance(priority, int) or isinstance(priority, bool):
+        raise ConfigError(f"priority must be a whole number, smaller ones first, got {priority!r:.80}")
+    return priority
 
 
 @dataclass(eq=False, slots=True)

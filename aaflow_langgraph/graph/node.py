@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from langchain_core.runnables import Runnable, RunnableConfig
 from langchain_core.runnables.config import ensure_config
 
+from aaflow_langgraph.engine.line import check_priority
 from aaflow_langgraph.engine.turns import check_text
 from aaflow_langgraph.errors import ConfigError
 from aaflow_langgraph.graph.gate import JUDGES, handle_to_read
@@ -64,7 +65,7 @@ class NodeOptions:
         self.label = None if label is None else check_label(label)
         self.deterministic = deterministic
         self.kv = kv
-        self.priority = priority
+        self.priority = check_priority(priority)
         self.usage_to = usage_to
         self.text_to = text_to
         keys = [check_text(key, option) for option, key in named.items() if key is not None]
@@ -78,8 +79,6 @@ class NodeOptions:
         for option, flag in (("raw", raw), ("deterministic", deterministic), ("kv", kv)):
             if not isinstance(flag, bool):
                 raise ConfigError(f"{option} must be True or False, got {flag!r}")
-        if not isinstance(priority, int) or isinstance(priority, bool):
-            raise ConfigError(f"priority must be a whole number, smaller ones first, got {priority!r}")
         for method in ("prefill", "generate", "namespace"):
             if not hasattr(broker, method):
                 raise ConfigError(f"the first argument must be a KVBroker, got {type(broker).__name__}")
