@@ -84,7 +84,13 @@ def _parser() -> argparse.ArgumentParser:
         "--rounds", type=_rounds, default=5, help="of text-serial, deepcopy-batched and vllm, at least 5 (default 5)"
     )
     agents.add_argument("--slow-rounds", type=_count, default=1, help="rounds of every other side (default 1)")
-    agents.add_argument("--sides", nargs="+", default=None, metavar="SIDE", help="beside handles-batched; default all")
+    agents.add_argument(
+        "--sides",
+        nargs="+",
+        default=None,
+        metavar="SIDE",
+        help="beside handles-batched; that one alone: no ratios; default all",
+    )
     agents.add_argument(
         "--whole", action="store_true", help="run all agents of the sides that otherwise run some; takes long"
     )

@@ -100,9 +100,10 @@ def run(
                     measured.run(rounds, slow_rounds, tell)
                     rows += measured.rows()
                     pairs += measured.pairs()
-                progress.update(bar, description=f"{context:,} tokens, single streams")
-                room = engine.window - context - new
-                alone += streams.measure(lineup, context, min(_STREAM_TOKENS, room), rounds)
+                if output > 1:
+                    progress.update(bar, description=f"{context:,} tokens, single streams")
+                    room = engine.window - context - new
+                    alone += streams.measure(lineup, context, min(_STREAM_TOKENS, room), rounds)
                 facts.append(_facts(engine, lineup, context))
     return {
         "schema": 2,
@@ -118,6 +119,7 @@ def run(
         "rows": [asdict(row) for row in rows],
         "pairs": [asdict(pair) for pair in pairs],
         "streams": [asdict(stream) for stream in alone],
+        "streams_note": "" if output > 1 else streams.NO_RATE,
     }
 
 

@@ -36,12 +36,14 @@ def report(document: dict[str, Any], facts: dict[str, Any]) -> None:
             console.print(line, highlight=False, soft_wrap=True)
         console.print(_prefill(context), highlight=False, soft_wrap=True)
         for stream in _of(document, "streams", tokens):
+            beside = "" if stream["handles"] is None else f"; handles {_ratio(stream['handles'])}"
             console.print(
-                f"one stream behind {tokens:,} tokens, {stream['side']}: {stream['tok_s']:.1f} tokens/s; handles "
-                f"{_ratio(stream['handles'])}",
+                f"one stream behind {tokens:,} tokens, {stream['side']}: {stream['tok_s']:.1f} tokens/s{beside}",
                 highlight=False,
                 soft_wrap=True,
             )
+    if document["streams_note"]:
+        console.print(document["streams_note"], highlight=False, soft_wrap=True)
     console.print(
         f"{facts['model']}. p50, p95, max: time to first token; KV: in contexts; equal: tokens equal to text-serial's; KL: of "
         "the first token from text-serial's, in nats; *: computed from some of the agents, or from shapes",
@@ -65,6 +67,8 @@ def write_markdown(document: dict[str, Any], path: Path) -> None:
         if streams := _of(document, "streams", tokens):
             cells = [(s["side"], f"{s['tok_s']:.1f}", _ratio(s["handles"]), str(s["rounds"])) for s in streams]
             parts.append(_markdown(("one stream", "tok/s", "handles", "rounds"), cells))
+    if document["streams_note"]:
+        parts.append(f"{document['streams_note']}.")
     path.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
 

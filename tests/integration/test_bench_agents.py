@@ -258,6 +258,37 @@ def test_contexts_are_cut_to_the_window(engine: TransformersEngine) -> None:
 
 
 @pytest.mark.parametrize(
+    ("options", "said", "unsaid"),
+    [
+        (
+            ["--sides", "handles-batched"],
+            ["handles-batched: ", " tokens/s\n"],
+            ["handles 1.00x", "how many times better"],
+        ),
+        (["--sides", "text-batched", "--output", "1"], ["how many times better", "--output 1"], ["tokens/s"]),
+    ],
+)
+def test_handles_are_not_compared_with_themselves_and_one_token_has_no_rate(
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    said: list[str],
+    unsaid: list[str],
+) -> None:
+    page = tmp_path / "agents.md"
+    command = ["bench", "agents", "--model", str(folder), "--dtype", "float32", "--agents", "1", "--context", "300"]
+    assert main([*command, "--markdown", str(page), *options]) == 0
+    out, err = capsys.readouterr()
+    assert all(words in err for words in said)
+    assert not any(words in err for words in unsaid)
+    document, text = json.loads(out.splitlines()[-1]), page.read_text(encoding="utf-8")
+    assert [stream["handles"] for stream in document["streams"]] == ([] if document["streams_note"] else [None])
+    assert ("one stream |" in text) is bool(document["streams"])
+    assert document["streams_note"] in text
+
+
+@pytest.mark.parametrize(
     ("options", "words"),
     [
         (["--new", "600", "--output", "100"], "700"),
