@@ -480,7 +480,8 @@ class KVBroker:
             priority: As in ``prefill``.
             seed_path: Mixed into a derived seed, so that siblings differ and a re-run repeats.
             kv: As in ``prefill``.
-            on_token: Called with every new token as it is known, on the calling thread.
+            on_token: Called with every new token as it is known, on the calling thread. What it raises ends the request and
+                is raised here; a ``StopIteration`` or ``StopAsyncIteration`` as the cause of a ``RuntimeError``.
             cancel: Set it from anywhere to stop before the next forward.
 
         Raises:
@@ -1165,7 +1166,10 @@ def _drained(
             if isinstance(event, Generation):
                 return event
             if on_token is not None:
-                on_token(event)
+                try:
+                    on_token(event)
+                except (StopIteration, StopAsyncIteration) as error:  # a caller's ``map`` or iterator would just end
+                    raise RuntimeError(f"on_token raised {type(error).__name__}") from error
     raise RuntimeError("a stream ended without its generation")
 
 

@@ -42,8 +42,8 @@ async def in_thread(call: Callable[[], Result], cancel: threading.Event) -> Resu
     def run() -> None:
         try:
             done.set_result(context.run(call))
-        except StopIteration as error:  # a future takes none: whoever waits for it would wait for ever
-            wrapped = RuntimeError("the call raised StopIteration")
+        except (StopIteration, StopAsyncIteration) as error:  # a future takes not the one; the other ends an iterator
+            wrapped = RuntimeError(f"the call raised {type(error).__name__}")
             wrapped.__cause__ = error
             done.set_exception(wrapped)
         except BaseException as error:  # it belongs to the caller

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -13,7 +14,7 @@ from aaflow_langgraph import KVBroker, KVHandle, Sampling, TransformersEngine
 from aaflow_langgraph.errors import Cancelled, ConfigError, IncompatibleHandle
 from aaflow_langgraph.index.memory import MemoryIndex
 from aaflow_langgraph.pool.host import HostPool
-from aaflow_langgraph.results import TokenDelta
+from aaflow_langgraph.results import Generation, TokenDelta
 from aaflow_langgraph.store import LEASE_S
 from aaflow_langgraph.testing.clock import ManualClock
 from tests import tiny
@@ -379,6 +380,29 @@ def test_a_callback_that_raises_ends_the_request_and_its_leases(open_broker: Cal
         broker.generate("Go", parent=docs, sampling=FEW, on_token=boom)
     assert counters(broker) == before
     assert caught.value.args == ("mine",)  # the traceback is still alive here
+
+
+@pytest.mark.parametrize("error", [StopIteration("mine"), StopAsyncIteration("mine")], ids=repr)
+def test_a_callback_that_raises_the_end_of_an_iterator_ends_none_of_its_caller(
+    open_broker: Callable[..., KVBroker], error: Exception
+) -> None:
+    broker = open_broker("llama")
+    before = counters(broker)
+
+    def boom(_: TokenDelta) -> None:
+        raise error
+
+    def ask(text: str) -> Generation:
+        return broker.generate(text, sampling=FEW, on_token=boom)
+
+    for asked in (
+        lambda: list(map(ask, ["Go", "on"])),
+        lambda: asyncio.run(broker.acomplete([1, 2, 3], sampling=FEW, on_token=boom)),
+    ):
+        with pytest.raises(RuntimeError, match=f"on_token raised {type(error).__name__}") as caught:
+            asked()
+        assert caught.value.__cause__ is error
+    assert counters(broker) == before
 
 
 def test_a_stream_that_is_closed_early_publishes_nothing(open_broker: Callable[..., KVBroker]) -> None:

@@ -39,15 +39,16 @@ async def test_what_a_call_raises_is_its_callers(error: BaseException) -> None:
         await in_thread(call, threading.Event())
 
 
-async def test_a_call_that_raises_stop_iteration_ends_its_task_as_well() -> None:
-    """No future takes one: a callback with a bare ``next`` would make its caller wait for ever."""
+@pytest.mark.parametrize("error", [StopIteration("x"), StopAsyncIteration("x")], ids=repr)
+async def test_a_call_that_raises_the_end_of_an_iterator_ends_its_task_and_no_iterator(error: Exception) -> None:
+    """No future takes a ``StopIteration``: its caller would wait for ever. The other would end an ``async for`` silently."""
 
     def call() -> Any:
-        return next(iter(()))
+        raise error
 
-    with pytest.raises(RuntimeError, match="StopIteration") as caught:
+    with pytest.raises(RuntimeError, match=type(error).__name__) as caught:
         await asyncio.wait_for(in_thread(call, threading.Event()), 20)
-    assert isinstance(caught.value.__cause__, StopIteration)
+    assert caught.value.__cause__ is error
 
 
 async def test_a_cancelled_task_ends_when_its_call_has_ended_however_often_it_is_cancelled() -> None:
