@@ -1,9 +1,10 @@
-# Two commands matter: `make demo` and `make test`. Both need Python 3.11+, git and make, nothing else.
+# Two commands matter: `make demo` and `make test`. Both need Python 3.11+, git and make; a C compiler, if there is one, is used.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 PEERS  := build/peers
+NATIVE := aaflow_langgraph/native
 
 # OpenMP threads that spin while another process wants the core make a decode step up to 30 times slower.
 export OMP_WAIT_POLICY := PASSIVE
@@ -27,8 +28,10 @@ $(BIN)/python:
 	  { echo "Python 3.11 or newer is needed; $(PYTHON) is $$($(PYTHON) --version 2>&1). Try: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-$(STAMP): pyproject.toml constraints.txt | $(BIN)/python
+$(STAMP): pyproject.toml constraints.txt hatch_build.py $(wildcard $(NATIVE)/*.c) | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --progress-bar off -c constraints.txt -e '.[demo,dev,docs]'
+	@test -e $(NATIVE)/_attention.so || \
+	  echo "attention was not compiled: decoding on CPU is slower. Why: $(BIN)/python -m pip install -v --no-deps -e ." >&2
 	@touch $@
 
 demo: $(STAMP) ## retrieval -> planning -> reasoning with KV handles, against text passing
@@ -71,6 +74,6 @@ docs: $(STAMP) ## build the site into build/site, run every Python block of the 
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -f .mkdocs.yml
 	$(BIN)/python -m pytest tests/docs $(ARGS)
 
-clean: ## remove .venv and what builds and tests left
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+clean: ## remove .venv, the compiled attention and what builds and tests left
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis $(NATIVE)/_attention.*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
