@@ -45,8 +45,8 @@ class NativeBuildHook(BuildHookInterface[WheelBuilderConfig]):
             build(Path(self.root), library)
         except NotBuilt as error:
             self.app.display_warning(
-                f"aaflow-langgraph is built without its compiled attention: {error.why}. It works without, with the same "
-                f"results; decoding on CPU is slower. {error.todo}"
+                f"aaflow-langgraph is built without its compiled attention: {error.why}. torch computes the same instead; "
+                f"decoding on CPU is slower. {error.todo}"
             )
             return
         self.app.display_info(f"compiled {SOURCE}")
