@@ -51,14 +51,15 @@ class Reader(Protocol):
 class Past:
     """What the layers of one forward attend to, and where they write. Lives for one run, used by one thread at a time."""
 
-    __slots__ = ("_pieces", "_reads", "grid", "layer", "num_new", "tail")
+    __slots__ = ("_pieces", "_reads", "extents", "grid", "layer", "num_new", "tail")
 
     def __init__(self, pieces: Sequence[Piece], tail: Tail, grid: int | None) -> None:
         self.tail = tail
         self.grid = grid
         self.layer = -1
         self.num_new = 0
-        self._pieces = [per_layer(piece.kv) for piece in pieces]
+        self.extents = [piece.kv for piece in pieces]
+        self._pieces = [per_layer(kv) for kv in self.extents]
         self._reads = self._pieces
 
     def begin(self, num_new: int) -> None:

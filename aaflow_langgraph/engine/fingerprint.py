@@ -112,6 +112,7 @@ def make_namespace(
     tenant: str,
     read_path: str,
     lean: bool,
+    native: bool,
 ) -> Namespace:
     """The namespace of a loaded model for one tenant."""
     dtype = dtype_name(model.dtype)
@@ -132,6 +133,7 @@ def make_namespace(
     facts = (
         ("read_path", read_path),
         ("lean", str(lean)),
+        ("attention", "native" if native else "torch"),
         ("torch", torch.__version__),
         ("transformers", transformers.__version__),
         ("threads", str(torch.get_num_threads())),

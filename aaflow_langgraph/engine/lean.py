@@ -28,6 +28,7 @@ from transformers.models.qwen3 import modeling_qwen3
 
 from aaflow_langgraph.engine.attention import Past
 from aaflow_langgraph.engine.batch import Step
+from aaflow_langgraph.engine.kernel import Kernel, KernelPast
 from aaflow_langgraph.engine.shared_attention import SharedPast, TailRoom
 
 _FAMILIES: dict[str, Any] = {
@@ -156,7 +157,7 @@ class LeanForward:
         ``past.begin(len(token_ids))`` comes first.
         """
         num_new, dim, width, eps = len(token_ids), self._head_dim, self._norm.shape, self._eps
-        cos, sin = self._rotation(position, num_new)
+        cos, sin = self._for_heads(self._rotation(position, num_new))
         hidden = functional.embedding(torch.tensor(token_ids, device=self._like[1]), self._embedding)
         for number, (layer, slot) in enumerate(zip(self._layers, past.slots(), strict=True)):
             states = functional.rms_norm(hidden, width, layer.norm, eps)
@@ -177,7 +178,7 @@ class LeanForward:
         """Keys and values ``[H, T, D]`` of layer 1 (of layer 0 where there is no other); see ``__call__``."""
         with torch.inference_mode():
             num_new, dim, width, eps = len(token_ids), self._head_dim, self._norm.shape, self._eps
-            cos, sin = self._rotation(position, num_new)
+            cos, sin = self._for_heads(self._rotation(position, num_new))
             hidden = functional.embedding(torch.tensor(token_ids, device=self._like[1]), self._embedding)
             for number, layer in enumerate(self._layers[:2]):
                 qkv = layer.qkv(functional.rms_norm(hidden, width, layer.norm, eps))
@@ -190,22 +191,31 @@ class LeanForward:
         return new[0].clone(), new[1].clone()
 
     @torch.inference_mode()
-    def together(self, steps: Sequence[Step]) -> list[torch.Tensor]:
+    def together(self, steps: Sequence[Step], kernel: Kernel | None) -> list[torch.Tensor]:
         """``__call__`` for several requests in one forward: logits ``[vocab]`` of each. Begins every past itself."""
-        counts = [len(step.token_ids) for step in steps]
+        counts, pasts = [len(step.token_ids) for step in steps], [step.past for step in steps]
         rows, dim, width, eps = sum(counts), self._head_dim, self._norm.shape, self._eps
         tables = [self._rotation(step.position, count) for step, count in zip(steps, counts, strict=True)]
         cos, sin = (torch.cat(table) for table in zip(*tables, strict=True))
-        past = SharedPast([step.past for step in steps], counts, self._tail_room)
+        past: KernelPast | SharedPast
+        if kernel is not None:
+            past = KernelPast(kernel, pasts, counts)
+        else:
+            past = SharedPast(pasts, counts, self._tail_room)
+            cos, sin = self._for_heads((cos, sin))
         last = torch.tensor(counts).cumsum(0) - 1
         ids = torch.tensor([token_id for step in steps for token_id in step.token_ids], device=self._like[1])
         hidden = functional.embedding(ids, self._embedding)
         for number, layer in enumerate(self._layers):
             qkv = layer.qkv(functional.rms_norm(hidden, width, layer.norm, eps))
             heads = qkv.view(rows, -1, dim)
-            self._turn(layer, qkv, heads, cos, sin)
-            past.write(number, heads[:, self._num_heads :].view(rows, 2, -1, dim))
-            attended = past.attend(number, heads[:, : self._num_heads], self._scale)
+            if isinstance(past, KernelPast):
+                self._norm_heads(layer, heads)
+                attended = past.through(number, qkv, cos, sin, self._scale)
+            else:
+                self._turn(layer, qkv, heads, cos, sin)
+                past.write(number, heads[:, self._num_heads :].view(rows, 2, -1, dim))
+                attended = past.attend(number, heads[:, : self._num_heads], self._scale)
             if number + 1 == len(self._layers) and rows > len(steps):
                 # Behind the last layer's keys and values only the last row of each request is asked for.
                 attended, hidden = attended[last], hidden[last]
@@ -225,16 +235,21 @@ class LeanForward:
     ) -> None:
         """Normalise and rotate queries and keys in place."""
         dim, num_rotated = self._head_dim, self._num_heads + self._num_kv_heads
-        if layer.head_norms is not None:
-            parts = (heads[:, : self._num_heads], heads[:, self._num_heads : num_rotated])
-            for turned, norm in zip(parts, layer.head_norms, strict=True):
-                turned.copy_(functional.rms_norm(turned, (dim,), norm, self._eps))
+        self._norm_heads(layer, heads)
         # The halves of every head swapped; their signs are in the table of sines.
         swapped = heads[:, :num_rotated].roll(dim // 2, -1).view(heads.shape[0], -1)
         qkv[:, : num_rotated * dim].mul_(cos).addcmul_(swapped, sin)
 
+    def _norm_heads(self, layer: _Layer, heads: torch.Tensor) -> None:
+        """Normalise queries and keys in place, where the model does."""
+        if layer.head_norms is None:
+            return
+        parts = (heads[:, : self._num_heads], heads[:, self._num_heads : self._num_heads + self._num_kv_heads])
+        for turned, norm in zip(parts, layer.head_norms, strict=True):
+            turned.copy_(functional.rms_norm(turned, (self._head_dim,), norm, self._eps))
+
     def _rotation(self, position: int | torch.Tensor, num_new: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and signed sines, ``[T, (Hq + H) * D]`` in the model's dtype."""
+        """Cosines and signed sines, ``[T, D]`` in the model's dtype."""
         rows = slice(position, position + num_new) if isinstance(position, int) else position
         stop = position + num_new if isinstance(position, int) else int(position[-1]) + 1
         if self._tables is None or self._tables[0].shape[0] < stop:
@@ -244,8 +259,12 @@ class LeanForward:
             half = self._head_dim // 2
             self._tables = cos[0], torch.cat((-sin[0, :, :half], sin[0, :, half:]), -1)
         cos, sin = self._tables
+        return cos[rows], sin[rows]
+
+    def _for_heads(self, tables: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tables for all rotated heads beside each other, ``[T, (Hq + H) * D]``."""
         count = self._num_heads + self._num_kv_heads
-        return cos[rows].repeat(1, count), sin[rows].repeat(1, count)
+        return tables[0].repeat(1, count), tables[1].repeat(1, count)
 
     def _check_layer(self, blocks: nn.ModuleList, name: str) -> None:
         """Raise unless a layer is what the forward above computes."""

@@ -13,16 +13,19 @@ import torch
 
 from aaflow_langgraph.engine import attention, cache_adapter
 from aaflow_langgraph.engine.batch import Step
+from aaflow_langgraph.engine.kernel import Kernel, KernelPast
 from aaflow_langgraph.engine.shared_attention import SharedPast, TailRoom
 
 if TYPE_CHECKING:
     from aaflow_langgraph.engine.transformers import TransformersEngine
 
 
-def together(engine: TransformersEngine, steps: Sequence[Step], room: TailRoom) -> list[torch.Tensor]:
+def together(
+    engine: TransformersEngine, steps: Sequence[Step], kernel: Kernel | None, room: TailRoom
+) -> list[torch.Tensor]:
     """Logits ``[vocab]`` after the last token of every step. The caller holds the engine's lock."""
-    counts = [len(step.token_ids) for step in steps]
-    past = SharedPast([step.past for step in steps], counts, room)
+    counts, pasts = [len(step.token_ids) for step in steps], [step.past for step in steps]
+    past = SharedPast(pasts, counts, room) if kernel is None else KernelPast(kernel, pasts, counts)
     ids = [token_id for step in steps for token_id in step.token_ids]
     positions = torch.cat([torch.arange(count) + step.position for step, count in zip(steps, counts, strict=True)])
     layers = [cache_adapter.FastLayer(n, past.write_layer, lambda: 0) for n in range(engine.layout.num_layers)]

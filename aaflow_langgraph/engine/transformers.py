@@ -31,6 +31,7 @@ from aaflow_langgraph.engine.attention import FastPathRefused, Past
 from aaflow_langgraph.engine.base import Piece, Tail, chunk_spans
 from aaflow_langgraph.engine.batch import Batcher, Step
 from aaflow_langgraph.engine.fingerprint import make_namespace, read_cached, write_cached
+from aaflow_langgraph.engine.kernel import Kernel
 from aaflow_langgraph.engine.rotary import Rotation
 from aaflow_langgraph.engine.shared_attention import TailRoom
 from aaflow_langgraph.engine.together import together
@@ -95,6 +96,13 @@ class TransformersEngine:
         self._select("universal")
         self.layout = self._measure_layout()
         self.lean = lean.recognise(model, self.window)
+        self.kernel = Kernel.of(
+            int(config.num_attention_heads),
+            self.layout.num_kv_heads,
+            self.layout.head_dim,
+            model.dtype,
+            self.device,
+        )
         self.read_path = ""  # not known yet: no step shares a forward
         self._shares = True
         self._tail_room = TailRoom()
@@ -107,6 +115,7 @@ class TransformersEngine:
             tenant=tenant,
             read_path=self.read_path,
             lean=self.lean is not None,
+            native=self.kernel is not None and self.read_path == "fast",
         )
         self.stop_ids = _stop_ids(model, tokenizer)
 
@@ -171,14 +180,21 @@ class TransformersEngine:
 
     def _forward_steps(self, steps: Sequence[Step]) -> list[torch.Tensor]:
         """One forward over the steps of several requests, or over one."""
-        if len(steps) > 1 and self.lean is None:
-            return together(self, steps, self._tail_room)
-        if len(steps) > 1 and self.lean is not None and self.lean.ready():
-            return [logits.clone() for logits in self.lean.together(steps)]
-        return [self.forward_step(step) for step in steps]
+        kernel = self.kernel if self._shares else None
+        if kernel is not None and not kernel.reads([step.past for step in steps]):
+            kernel = None
+        if kernel is not None or len(steps) > 1:
+            if self.lean is None:
+                return together(self, steps, kernel, self._tail_room)
+            if self.lean.ready():
+                return [logits.clone() for logits in self.lean.together(steps, kernel)]
+        return [self._forward_alone(step) for step in steps]
 
     def forward_step(self, step: Step) -> torch.Tensor:
         """One forward over one step on the fast path. The caller holds ``lock``."""
+        return self._forward_steps([step])[0]
+
+    def _forward_alone(self, step: Step) -> torch.Tensor:
         past = step.past
         with attention.reading(past), torch.no_grad():
             past.begin(len(step.token_ids))
@@ -333,12 +349,13 @@ class TransformersEngine:
         reach = int(getattr(config, "sliding_window", None) or 0) if any(self._sliding) else 0
         num_tokens = min(_PROBE_TOKENS + reach, self.window, 2200)
         key = digest(
-            "probe-3",
+            "probe-4",
             self.model.config.to_json_string(use_diff=False),
             dtype_name(self.model.dtype),
             self.device.type,
             str(num_tokens),
             str(self.lean is not None),
+            str(self.kernel is not None),
             torch.__version__,
             transformers.__version__,
         )
@@ -416,8 +433,8 @@ class TransformersEngine:
         steps = [runs[0].next_step(ids[cut : cut + 3]), runs[1].next_step(ids[cut + 5 : cut + 6])]
         try:
             with self.lock:
-                alone = [self.forward_step(step).float() for step in steps]
-                shared = together(self, steps, self._tail_room)
+                alone = [self._forward_alone(step).float() for step in steps]
+                shared = together(self, steps, self.kernel, self._tail_room)
         except (FastPathRefused, RuntimeError, TypeError, ValueError, IndexError):
             return False  # it runs alone, as it did
         differences = [float((a - b.float()).abs().mean()) / spread for a, b in zip(alone, shared, strict=True)]

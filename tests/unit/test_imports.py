@@ -31,6 +31,7 @@ ROWS: tuple[frozenset[str], ...] = (
             "_wheel",
             "_gguf",
             "threads",
+            "native",
         }
     ),
     frozenset({"index", "pool", "engine", "evict", "compose"}),

@@ -1,0 +1,201 @@
+"""Attention of the new tokens of one forward through the compiled kernel: bf16 on CPUs with AVX512-BF16.
+
+Does what ``SharedPast`` does, for one request as for many: everything in one call per layer, every extent once for all of its
+readers, new keys and values written straight to their tails. Knows a forward's ``Past``; knows no model.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+
+import torch
+from torch.nn import functional
+
+from aaflow_langgraph import native
+from aaflow_langgraph.engine.attention import Past
+from aaflow_langgraph.engine.base import Piece
+
+KEPT_BYTES = 128 << 20
+"""Room to work in of at most this size is kept from one forward to the next: fresh pages cost more than the work."""
+
+_LOG2E = math.log2(math.e)
+
+
+class Kernel:
+    """The compiled functions for one shape of heads, and their room to work in. Used by one forward at a time.
+
+    Args:
+        num_heads: Query heads.
+        num_kv_heads: KV heads.
+        dim: Numbers per head.
+    """
+
+    def __init__(self, library: ctypes.CDLL, num_heads: int, num_kv_heads: int, dim: int) -> None:
+        self.library = library
+        self.shape = (num_heads, num_kv_heads, dim)
+        self._room = torch.empty(0, dtype=torch.uint8)
+
+    @classmethod
+    def of(cls, num_heads: int, num_kv_heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> Kernel | None:
+        """A kernel for this shape, or None where there is none: it was not built, or the CPU, dtype or shape is none of its.
+
+        It has attended to something here, in the threads of this process, before it is handed out.
+        """
+        library = native.library()
+        if library is None or dtype != torch.bfloat16 or device.type != "cpu":
+            return None
+        plan = native.Plan(num_heads=num_heads, num_kv_heads=num_kv_heads, dim=dim, num_threads=1)
+        if not library.aaflow_scratch_bytes(plan):
+            return None
+        kernel = cls(library, num_heads, num_kv_heads, dim)
+        return kernel if kernel._agrees() else None
+
+    def reads(self, pasts: Sequence[Past]) -> bool:
+        """Is all of this its business: not deterministic, no scattered rows, everything in memory of ours?"""
+        return all(
+            type(past) is Past and past.grid is None and all(_fits(kv) for kv in past.extents) and _fits(past.tail.kv)
+            for past in pasts
+        )
+
+    def _agrees(self) -> bool:
+        """Is what it computes here what torch computes?"""
+        num_heads, num_kv_heads, dim = self.shape
+        at_random = torch.Generator().manual_seed(0)
+        kv = torch.randn((1, 2, num_kv_heads, 1500, dim), generator=at_random).to(torch.bfloat16)
+        query = torch.randn((1, num_heads, dim), generator=at_random).to(torch.bfloat16)
+        extent, rest = kv[..., :1400, :], kv[..., 1400:, :]
+        past = KernelPast(self, [Past([Piece(extent, 0, 1400)], _Ready(rest), None)], [1])
+        found = past.attend(0, query, None).view(num_heads, dim).float()
+        repeated = kv[0].repeat_interleave(num_heads // num_kv_heads, 1).float()
+        wanted = functional.scaled_dot_product_attention(query[0, :, None].float(), repeated[0], repeated[1])[:, 0]
+        return bool((found - wanted).abs().max() < 0.02 * wanted.abs().max())
+
+    def prepare(self, plan: native.Plan) -> None:
+        """Lay out a plan."""
+        num_bytes = self.library.aaflow_scratch_bytes(plan)
+        room = self._room
+        if room.numel() < num_bytes:
+            room = torch.empty(num_bytes * 3 // 2, dtype=torch.uint8)
+            if num_bytes <= KEPT_BYTES:
+                self._room = room
+        plan.room = room  # keeps it alive as long as the plan
+        self.library.aaflow_prepare(plan, room.data_ptr())
+
+
+class _Ready:
+    """A tail whose last token is the new one, and written."""
+
+    def __init__(self, kv: torch.Tensor) -> None:
+        self.kv = kv
+        self.start = 0
+        self.length = kv.shape[3] - 1
+
+    def ensure(self, num_tokens: int) -> None:
+        """See ``Tail.ensure``: it is all there."""
+
+
+class KernelPast:
+    """What the layers of one forward over some requests attend to, and where they write. Lives for one forward.
+
+    Rows are the new tokens of all requests, one after the other.
+    """
+
+    layer = -1
+
+    def __init__(self, kernel: Kernel, pasts: Sequence[Past], counts: Sequence[int]) -> None:
+        self._kernel = kernel
+        stretches: dict[int, tuple[torch.Tensor, list[tuple[int, int]]]] = {}
+        tails: list[tuple[torch.Tensor, list[tuple[int, int]]]] = []
+        slots: list[tuple[int, int]] = []
+        at = 0
+        for past, count in zip(pasts, counts, strict=True):
+            past.make_room(count)
+            for kv in past.extents:
+                length = kv.shape[3]
+                known, readers = stretches.setdefault(kv.data_ptr(), (kv, []))
+                if known.shape[3] < length:  # the same extent, read further
+                    stretches[kv.data_ptr()] = (kv, readers)
+                readers += [(row, length) for row in range(at, at + count)]
+            tail = past.tail
+            slots += [(len(tails), tail.length + number) for number in range(count)]
+            tails.append((tail.kv, [(at + number, tail.length + number + 1) for number in range(count)]))
+            at += count
+        # Tails come first, so that slots know their numbers.
+        everything = [*tails, *stretches.values()]
+        readers = [reader for _, own in everything for reader in sorted(own, key=_num_seen)]
+        self._memory = [kv for kv, _ in everything]  # the plan knows addresses, which keep nothing alive
+        first = 0
+        described = []
+        for kv, own in everything:
+            length = max(map(_num_seen, own))
+            described.append((kv.data_ptr(), *kv.stride()[:4], length, first, len(own), 0))
+            first += len(own)
+        num_heads, num_kv_heads, dim = kernel.shape
+        self._plan = native.Plan(
+            stretches=(native.Stretch * len(described))(*(native.Stretch(*one) for one in described)),
+            readers=(native.Reader * len(readers))(*(native.Reader(*one) for one in readers)),
+            slots=(native.Slot * len(slots))(*(native.Slot(*one) for one in slots)),
+            num_stretches=len(described),
+            num_readers=len(readers),
+            num_rows=at,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            dim=dim,
+            num_threads=torch.get_num_threads(),
+            parallel=native.parallel(),
+        )
+        kernel.prepare(self._plan)
+
+    def through(
+        self, layer: int, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """Rotate queries and keys of ``qkv [rows, (Hq + 2 H) * D]`` in place, keep keys and values, attend: ``[rows, Hq * D]``.
+
+        ``cos, sin [rows, D]`` are the tables, the first half of the sines with its sign turned.
+        """
+        num_heads, _, dim = self._kernel.shape
+        out = qkv.new_empty(qkv.shape[0], num_heads * dim)
+        self._plan.scale = scale * _LOG2E
+        self._kernel.library.aaflow_layer(
+            self._plan, layer, qkv.data_ptr(), cos.data_ptr(), sin.data_ptr(), out.data_ptr()
+        )
+        return out
+
+    def write_layer(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Keep the new keys and values of a layer, ``[1, H, rows, D]`` each, as modules hand them to their cache."""
+        self.layer = layer
+        keys, values = _rows_in_place(keys), _rows_in_place(values)
+        self._kernel.library.aaflow_store(
+            self._plan,
+            layer,
+            keys.data_ptr(), keys.stride(2), keys.stride(1),
+            values.data_ptr(), values.stride(2), values.stride(1),
+        )  # fmt: skip
+
+    def attend(self, layer: int, query: torch.Tensor, scale: float | None) -> torch.Tensor:
+        """``query [rows, Hq, D]``, each over everything up to itself; ``[rows, Hq * D]``."""
+        num_rows, num_heads, dim = query.shape
+        query = _rows_in_place(query)
+        out = query.new_empty(num_rows, num_heads * dim)
+        self._plan.scale = (scale or dim**-0.5) * _LOG2E
+        self._kernel.library.aaflow_attend(
+            self._plan, layer, query.data_ptr(), query.stride(0), query.stride(1), out.data_ptr()
+        )
+        return out
+
+    def finish(self) -> None:
+        """See ``SharedPast.finish``: everything is where it belongs."""
+
+
+def _num_seen(reader: tuple[int, int]) -> int:
+    return reader[1]
+
+
+def _fits(kv: torch.Tensor) -> bool:
+    return kv.dtype == torch.bfloat16 and kv.device.type == "cpu" and kv.stride(4) == 1
+
+
+def _rows_in_place(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
