@@ -28,7 +28,7 @@ $(BIN)/python:
 	  { echo "Python 3.11 or newer is needed; $(PYTHON) is $$($(PYTHON) --version 2>&1). Try: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-$(STAMP): pyproject.toml constraints.txt hatch_build.py $(wildcard $(NATIVE)/*.c) | $(BIN)/python
+$(STAMP): pyproject.toml constraints.txt hatch_build.py $(NATIVE)/attention.c | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --progress-bar off -c constraints.txt -e '.[demo,dev,docs]'
 	@test -e $(NATIVE)/_attention.so || \
 	  echo "attention was not compiled: decoding on CPU is slower. Why: $(BIN)/python -m pip install -v --no-deps -e ." >&2
