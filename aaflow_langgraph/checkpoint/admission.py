@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
-from aaflow_langgraph.checkpoint.sidecar import Key
+from aaflow_langgraph.checkpoint.sidecar import Key, Slot
 from aaflow_langgraph.checkpoint.steps import Steps
 
 _MAX_WAITING = 256
@@ -30,7 +30,7 @@ class Waiting:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._waiting: OrderedDict[tuple[Key, Key | None, int], Operation] = OrderedDict()
-        self._known: OrderedDict[tuple[int | None, Key], None] = OrderedDict()
+        self._known: OrderedDict[tuple[int | None, Key | Slot], None] = OrderedDict()
         self._count = 0
 
     def add(self, parent: Key, own: Key | None, operation: Operation) -> None:
@@ -65,15 +65,15 @@ class Waiting:
             for entry in [entry for entry in self._known if entry[1].thread_id == thread_id]:
                 del self._known[entry]
 
-    def note(self, generation: int | None, key: Key) -> None:
-        """A checkpoint was stored in this generation of its thread."""
+    def note(self, generation: int | None, what: Key | Slot) -> None:
+        """A checkpoint, or a task's writes, were stored in this generation of their thread."""
         with self._lock:
-            self._known[(generation, key)] = None
-            self._known.move_to_end((generation, key))
+            self._known[(generation, what)] = None
+            self._known.move_to_end((generation, what))
             while len(self._known) > _MAX_KNOWN:
                 self._known.popitem(last=False)
 
-    def knows(self, generation: int | None, key: Key) -> bool:
+    def knows(self, generation: int | None, what: Key | Slot) -> bool:
         """Was it stored here lately? No is no answer: another process may have."""
         with self._lock:
-            return (generation, key) in self._known
+            return (generation, what) in self._known

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -95,17 +96,17 @@ class Ledger:
 
     # ---------------------------------------------------------------- a checkpoint's handles
 
-    def note(self, slot: Slot, handles: Sequence[KVHandle]) -> None:
+    def note(self, slot: Slot, handles: Sequence[KVHandle], *, again: bool) -> None:
         """Before the saver stores what holds ``handles``: recipes and references first, durable; then tensors, by policy.
 
-        A handle that no broker here can account for is referred to and logged once, nothing more: it was as unreadable
-        before it was checkpointed.
+        ``again``: something was stored there before, so ``keep_only`` is owed when the saver has both. A handle that no broker
+        here can account for is referred to and logged once, nothing more: it was as unreadable before it was checkpointed.
 
         Raises:
             PersistenceError: A recipe cannot be written, or a broker of this saver was closed before its handle's recipe
                 was. Way out: fail.
         """
-        if not handles:
+        if not handles and not again:
             return
         # A composite can be made again from its segments only, so they stay as long as it does.
         parts = [part for handle in handles for part in self._segments(handle)]
@@ -118,7 +119,8 @@ class Ledger:
                 if missing is not None:
                     accounted.add(handle.kv_id)
                     rows |= {row.kv_id: row for row in missing if row.kv_id not in rows}
-            if self.with_room(self.sidecar.note, slot, references, list(rows.values()), accounted):
+            note = partial(self.sidecar.note, again=again)
+            if self.with_room(note, slot, references, list(rows.values()), accounted):
                 break
         else:
             raise PersistenceError(
@@ -153,14 +155,33 @@ class Ledger:
         except PersistenceError as error:
             self._say("confirm", _UNCONFIRMED, error)
 
-    def confirm_checkpoint(self, key: Key) -> None:
-        """The saver has this checkpoint, and so the writes that came ahead of it."""
+    def confirm_checkpoint(self, key: Key) -> list[Slot]:
+        """The saver has this checkpoint, and so the writes that came ahead of it. Returns slots of which it must be asked."""
         try:
-            ahead = self.sidecar.open_slots_of(key)
+            ahead, again = self.sidecar.open_slots_of(key), self.sidecar.slots_again(key)
         except PersistenceError as error:
             self._say("confirm", _UNCONFIRMED, error)
-        else:
-            self.confirm(ahead)
+            return []
+        self.confirm([slot for slot in ahead if slot not in again])
+        return sorted(again)
+
+    def keep_only(self, slot: Slot, handles: Sequence[KVHandle]) -> None:
+        """The saver has these in a slot that was written again: what it did not keep is not referred to any more.
+
+        In doubt, as where a handle's model is not loaded, all of it stays: bytes until the checkpoint is deleted.
+        """
+        kept = {handle.kv_id for handle in handles}
+        try:
+            for handle in handles:
+                broker = self._broker(handle)
+                if broker is None:
+                    return
+                kept.update(part.kv_id for part in broker.segments_of(handle))
+            self.forget(self.with_room(self.sidecar.keep_only, slot, kept))
+        except (RecipeMissing, IncompatibleHandle, ConfigError):
+            return
+        except PersistenceError as error:
+            self._say("confirm", _UNCONFIRMED, error)
 
     def forget(self, freed: Mapping[str, Sequence[str]]) -> int:
         """Remove the tensors that only deleted recipes had; bytes."""

@@ -1,6 +1,7 @@
 """What a saver does to a thread, step by step. Knows the order in which things must reach the disk.
 
-    put, put_writes   lock thread -> late? -> recipes + references (durable) -> tensors, by policy -> inner saver -> confirmed
+    put, put_writes   lock thread -> late? -> recipes + references (durable) -> tensors, by policy -> inner saver -> confirmed;
+                      what was written there before -> ask the inner saver what it kept -> references of the rest
     deletions         lock thread -> tombstone, references in doubt -> inner saver -> references -> recipes, names -> tensors
 
 A crash between two of these leaves references that nobody confirmed: a sweep asks the inner saver about each, and drops those
@@ -25,7 +26,7 @@ from aaflow_langgraph.checkpoint.find import find_handles
 from aaflow_langgraph.checkpoint.inner import Inner, Row
 from aaflow_langgraph.checkpoint.ledger import Ledger
 from aaflow_langgraph.checkpoint.locks import ThreadLock, ThreadLocks
-from aaflow_langgraph.checkpoint.sidecar import Key, Slot
+from aaflow_langgraph.checkpoint.sidecar import AGAIN, CONFIRMED, Key, Slot
 from aaflow_langgraph.checkpoint.steps import Call, Steps
 from aaflow_langgraph.errors import ConfigError
 
@@ -112,10 +113,11 @@ class Operations:
                 return stored
         slot = Slot(key, _STATE)
         handles = find_handles((checkpoint["channel_values"], checkpoint.get("pending_sends")))
-        self._ledger.note(slot, handles)
+        again = self._sidecar.has_references(slot) or (bool(handles) and self._waiting.knows(generation, key))
+        self._ledger.note(slot, handles, again=again)
         stored = yield self._inner.call("put", config, checkpoint, metadata, versions)
         self._waiting.note(generation, key)
-        self._ledger.confirm_checkpoint(key)
+        yield from self._check_slots(self._ledger.confirm_checkpoint(key), may_come=True)
         for operation in self._waiting.take(key):
             yield from operation()
         return stored
@@ -141,9 +143,14 @@ class Operations:
             return
         slot = Slot(key, task_id)
         handles = find_handles([value for _, value in writes])
-        self._ledger.note(slot, handles)
+        again = self._sidecar.has_references(slot) or (bool(handles) and self._waiting.knows(generation, slot))
+        self._ledger.note(slot, handles, again=again)
         yield self._inner.call("put_writes", config, writes, task_id, task_path)
-        if handles and self._waiting.knows(generation, key):
+        if again:
+            yield from self._check_slots([slot], may_come=True)
+        elif not handles:
+            self._waiting.note(generation, slot)  # of those with handles the manifest knows
+        elif self._waiting.knows(generation, key):
             self._ledger.confirm([slot])
 
     def _missing_parent(
@@ -197,8 +204,11 @@ class Operations:
         with lock:
             self._ledger.with_room(self._sidecar.copy, source, target)
             yield from self._inner.copy_thread(source, target)
-            known = self._sidecar.slots(source, only_confirmed=True)
-            self._ledger.confirm([Slot(key._replace(thread_id=target), task_id) for key, task_id in known])
+            again = self._sidecar.slots(target, state=AGAIN)
+            known = self._sidecar.slots(source, state=CONFIRMED)
+            there = [Slot(key._replace(thread_id=target), task_id) for key, task_id in known]
+            self._ledger.confirm(set(there).difference(again))
+            yield from self._check_slots(again, may_come=True)
 
     def delete_for_runs(self, run_ids: Sequence[str]) -> Steps[None]:
         """As the saver's ``delete_for_runs``."""
@@ -278,8 +288,11 @@ class Operations:
         self._sidecar.shrink()
         return Swept(num_slots, self._ledger.sweep_extents())
 
-    def _check_slots(self, slots: Sequence[Slot]) -> Steps[int]:
-        """Confirm the references of rows that the inner saver has, drop the others; how many were dropped."""
+    def _check_slots(self, slots: Sequence[Slot], *, may_come: bool = False) -> Steps[int]:
+        """Confirm the references of rows that the inner saver has, drop the others; how many were dropped.
+
+        ``may_come``: those of a checkpoint that it does not have yet stay as they are.
+        """
         kept: list[Slot] = []
         gone: list[Slot] = []
         by_key: dict[Key, list[Slot]] = {}
@@ -287,9 +300,14 @@ class Operations:
             by_key.setdefault(slot.key, []).append(slot)
         for key, its_slots in by_key.items():
             found: CheckpointTuple | None = yield self._inner.call("get_tuple", {"configurable": key._asdict()})
-            tasks = {_STATE, *(write[0] for write in found.pending_writes or ())} if found else set()
+            if found is None and may_come:
+                continue
+            values = _by_task(found)
+            again = self._sidecar.slots_again(key)
             for slot in its_slots:
-                (kept if slot.task_id in tasks else gone).append(slot)
+                (kept if slot.task_id in values else gone).append(slot)
+                if slot in again and slot.task_id in values:
+                    self._ledger.keep_only(slot, find_handles(values[slot.task_id]))
         self._ledger.confirm(kept)
         if gone:
             self._ledger.forget(self._ledger.with_room(self._sidecar.drop, gone))
@@ -308,6 +326,16 @@ class Operations:
             return lock
 
         return Call(partial(locks.acquire, names), poll)
+
+
+def _by_task(found: CheckpointTuple | None) -> dict[str, list[Any]]:
+    """What a checkpoint holds, by slot; nothing where there is none."""
+    if found is None:
+        return {}
+    values: dict[str, list[Any]] = {_STATE: [found.checkpoint["channel_values"], found.checkpoint.get("pending_sends")]}
+    for task_id, _, value in found.pending_writes or ():
+        values.setdefault(task_id, []).append(value)
+    return values
 
 
 def _needed_for_latest(found: Sequence[CheckpointTuple]) -> set[Row]:

@@ -32,9 +32,10 @@ _APPLICATION_ID = 0x61616B76  # "aakv", so that no other SQLite file is taken fo
 _BUSY_S = 30.0
 _MANY = 500  # below SQLite's limit of bound parameters in every build
 
-AHEAD, CONFIRMED, DOUBTFUL = 0, 1, 2
+AHEAD, CONFIRMED, DOUBTFUL, AGAIN = 0, 1, 2, 3
 """A reference is written ahead of the saver's row, confirmed when that row is known to be there, in doubt since a deletion
-began. Only confirmed ones need no look at the saver after a crash."""
+began. Where a slot is written again the saver keeps some of the old and some of the new: it has to be asked which handles. Only
+confirmed ones need no look at the saver after a crash."""
 
 _SCHEMA = """
 CREATE TABLE threads (thread_id TEXT PRIMARY KEY, generation INTEGER NOT NULL, deleted_s REAL NOT NULL) WITHOUT ROWID;
@@ -72,6 +73,11 @@ class Slot(NamedTuple):
 
     key: Key
     task_id: str
+
+    @property
+    def thread_id(self) -> str:
+        """The checkpoint's."""
+        return self.key.thread_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,12 +180,16 @@ class Sidecar:
             )
         }
 
+    def has_references(self, slot: Slot) -> bool:
+        """Did something with a handle go there before?"""
+        return bool(self._rows(f"SELECT 1 FROM refs WHERE {_IN_SLOT} LIMIT 1", (*slot.key, slot.task_id)))
+
     def open_slots(self, thread_id: str, before_s: float) -> list[Slot]:
-        """References of a thread that nobody confirmed: in doubt, or written ahead before ``before_s``."""
+        """References of a thread that nobody confirmed: in doubt, or written ahead, or again, before ``before_s``."""
         rows = self._rows(
             "SELECT DISTINCT checkpoint_ns, checkpoint_id, slot FROM refs "
-            "WHERE thread_id = ? AND (state = ? OR (state = ? AND created_s <= ?))",
-            (thread_id, DOUBTFUL, AHEAD, before_s),
+            "WHERE thread_id = ? AND (state = ? OR (state IN (?, ?) AND created_s <= ?))",
+            (thread_id, DOUBTFUL, AHEAD, AGAIN, before_s),
         )
         return [Slot(Key(thread_id, ns, checkpoint_id), slot) for ns, checkpoint_id, slot in rows]
 
@@ -191,9 +201,17 @@ class Sidecar:
         )
         return [Slot(key, slot) for (slot,) in rows]
 
-    def slots(self, thread_id: str, *, only_confirmed: bool = False) -> list[Slot]:
-        """Every slot of a thread that holds a handle."""
-        where = f"AND state = {CONFIRMED}" if only_confirmed else ""
+    def slots_again(self, key: Key) -> set[Slot]:
+        """Those of a checkpoint that were written again since the saver was asked what it has."""
+        rows = self._rows(
+            "SELECT DISTINCT slot FROM refs WHERE thread_id = ? AND checkpoint_ns = ? AND checkpoint_id = ? AND state = ?",
+            (*key, AGAIN),
+        )
+        return {Slot(key, slot) for (slot,) in rows}
+
+    def slots(self, thread_id: str, *, state: int | None = None) -> list[Slot]:
+        """Every slot of a thread that holds a handle, or a reference in this state."""
+        where = "" if state is None else f"AND state = {state}"
         rows = self._rows(
             f"SELECT DISTINCT checkpoint_ns, checkpoint_id, slot FROM refs WHERE thread_id = ? {where}", (thread_id,)
         )
@@ -220,9 +238,17 @@ class Sidecar:
     # ---------------------------------------------------------------- writing
 
     def note(
-        self, slot: Slot, references: Sequence[Reference], recipes: Sequence[RecipeRow], expected: Collection[str]
+        self,
+        slot: Slot,
+        references: Sequence[Reference],
+        recipes: Sequence[RecipeRow],
+        expected: Collection[str],
+        *,
+        again: bool = False,
     ) -> bool:
         """Write references ahead, with the recipes that are not stored yet, root first; on the disk when this returns.
+
+        ``again``: the slot was written before, so that all references of it are open until the saver was asked.
 
         Returns:
             False, and nothing was written, when a recipe lacks its parent, or one of the ``expected`` is not there: it was
@@ -243,9 +269,12 @@ class Sidecar:
             if any(not db.execute("SELECT 1 FROM recipes WHERE kv_id = ?", (kv_id,)).fetchone() for kv_id in needed):
                 db.execute("ROLLBACK")
                 return False
+            if again:
+                db.execute(f"UPDATE refs SET state = ? WHERE {_IN_SLOT}", (AGAIN, *slot.key, slot.task_id))
+            state = AGAIN if again else AHEAD
             db.executemany(
                 "INSERT INTO refs VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING",
-                [(*slot.key, slot.task_id, *reference, AHEAD, now_s) for reference in references],
+                [(*slot.key, slot.task_id, *reference, state, now_s) for reference in references],
             )
         return True
 
@@ -253,7 +282,7 @@ class Sidecar:
         """The saver has these: their references need no look after a crash."""
         with self._writing(durable=False) as db:
             db.executemany(
-                "UPDATE refs SET state = 1 WHERE thread_id = ? AND checkpoint_ns = ? AND checkpoint_id = ? AND slot = ?",
+                f"UPDATE refs SET state = 1 WHERE {_IN_SLOT}",
                 [(*slot.key, slot.task_id) for slot in slots],
             )
 
@@ -273,7 +302,9 @@ class Sidecar:
                 "deleted_s = excluded.deleted_s",
                 (thread_id, self._clock()),
             )
-            db.execute("UPDATE refs SET state = ? WHERE thread_id = ?", (DOUBTFUL, thread_id))
+            # What was written again still is after a deletion that failed; it has to be asked about at once, too.
+            db.execute("UPDATE refs SET created_s = 0 WHERE thread_id = ? AND state = ?", (thread_id, AGAIN))
+            db.execute("UPDATE refs SET state = ? WHERE thread_id = ? AND state != ?", (DOUBTFUL, thread_id, AGAIN))
 
     def doubt(self, thread_id: str) -> None:
         """Some of a thread's checkpoints are about to be deleted."""
@@ -281,12 +312,13 @@ class Sidecar:
             db.execute("UPDATE refs SET state = ? WHERE thread_id = ? AND state = ?", (DOUBTFUL, thread_id, CONFIRMED))
 
     def copy(self, source: str, target: str) -> None:
-        """Give a thread's references to another one, written ahead."""
+        """Give a thread's references to another one, written ahead; again where the other one had some already."""
         with self._writing(durable=True) as db:
+            again = db.execute("UPDATE refs SET state = ? WHERE thread_id = ?", (AGAIN, target)).rowcount
             db.execute(
-                "INSERT OR IGNORE INTO refs SELECT ?, checkpoint_ns, checkpoint_id, slot, kv_id, namespace, ?, ? FROM refs "
-                "WHERE thread_id = ?",
-                (target, AHEAD, self._clock(), source),
+                "INSERT OR IGNORE INTO refs SELECT ?, checkpoint_ns, checkpoint_id, slot, kv_id, namespace, "
+                "CASE WHEN state = ? THEN state ELSE ? END, ? FROM refs WHERE thread_id = ?",
+                (target, AGAIN, AGAIN if again else AHEAD, self._clock(), source),
             )
 
     def drop_thread(self, thread_id: str) -> dict[str, list[str]]:
@@ -301,12 +333,20 @@ class Sidecar:
             kv_ids: set[str] = set()
             for slot in slots:
                 rows = db.execute(
-                    "DELETE FROM refs WHERE thread_id = ? AND checkpoint_ns = ? AND checkpoint_id = ? AND slot = ? "
-                    "RETURNING kv_id",
-                    (*slot.key, slot.task_id),
+                    f"DELETE FROM refs WHERE {_IN_SLOT} RETURNING kv_id", (*slot.key, slot.task_id)
                 ).fetchall()
                 kv_ids.update(kv_id for (kv_id,) in rows)
             return _collect(db, kv_ids)
+
+    def keep_only(self, slot: Slot, kv_ids: Collection[str]) -> dict[str, list[str]]:
+        """Forget the references of a slot to all but these, and what only they needed; the names that are gone, by namespace."""
+        with self._writing(durable=True) as db:
+            had = db.execute(f"SELECT kv_id FROM refs WHERE {_IN_SLOT}", (*slot.key, slot.task_id)).fetchall()
+            gone = {kv_id for (kv_id,) in had}.difference(kv_ids)
+            db.executemany(
+                f"DELETE FROM refs WHERE {_IN_SLOT} AND kv_id = ?", [(*slot.key, slot.task_id, kv_id) for kv_id in gone]
+            )
+            return _collect(db, gone)
 
     def drop_orphans(self) -> dict[str, list[str]]:
         """Forget recipes that nothing refers to; the names that are gone, by namespace."""
@@ -403,6 +443,8 @@ class Sidecar:
                     f"uid {os.geteuid()} the right to write, and run again"
                 ) from error
 
+
+_IN_SLOT = "thread_id = ? AND checkpoint_ns = ? AND checkpoint_id = ? AND slot = ?"
 
 _UNUSED = (
     "NOT EXISTS (SELECT 1 FROM refs WHERE refs.kv_id = recipes.kv_id) "

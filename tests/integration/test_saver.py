@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,7 +31,8 @@ from aaflow_langgraph import (
     KVHandle,
     prefill_node,
 )
-from tests.savers import DOCS, SHORT, State, asking, is_empty, put, query, thread
+from aaflow_langgraph.checkpoint.find import find_handles
+from tests.savers import DOCS, KINDS, SHORT, State, asking, inner_saver, is_empty, put, query, thread
 
 
 @pytest.fixture
@@ -554,6 +556,86 @@ def test_deleting_a_run_frees_what_only_it_needed(saver: KVCheckpointSaver, brok
     assert graph.get_state(thread("2")).values["answer"]
     saver.delete_for_runs([second])
     assert is_empty(saver, tombstones=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_task_that_writes_again_is_referred_to_by_what_the_saver_kept(
+    kind: str, broker: KVBroker, tmp_path: Path
+) -> None:
+    first, second, third = (broker.materialize([9, 8, number]) for number in range(3))
+    async with (
+        inner_saver(kind, tmp_path) as inner,
+        KVCheckpointSaver(inner, broker, durability="sync", directory=tmp_path / "kv") as saver,
+    ):
+        at = await asyncio.to_thread(put, saver, {})
+
+        async def write(task: str, channel: str, *values: Any) -> set[str]:
+            for value in values:
+                await saver.aput_writes(at, [(channel, value)], task)
+            return referred(saver)
+
+        assert await write("once", "docs", first, second, first) == {first.kv_id}
+        assert await write("once", "__interrupt__", first, third, second) == {first.kv_id, second.kv_id}
+        assert saver.stats().manifest.num_recipes == 2
+        assert await write("once", "__interrupt__", "no handle") == {first.kv_id}
+        assert await write("twice", "docs", "no handle", third) == {first.kv_id}
+        assert query(saver, "SELECT COUNT(*) FROM refs WHERE state != 1") == (0,)
+        found = await saver.aget_tuple(at)
+        assert found is not None
+        assert {handle.kv_id for handle in find_handles(found.pending_writes)} == {first.kv_id}
+        await saver.adelete_thread("1")
+        assert is_empty(saver)
+
+
+def test_a_checkpoint_that_is_stored_again_is_referred_to_by_what_the_saver_kept(
+    saver: KVCheckpointSaver, broker: KVBroker
+) -> None:
+    first, second, third = (broker.materialize([9, 8, number]) for number in range(3))
+    later = str(uuid6(clock_seq=-2))
+    at = thread(checkpoint_ns="", checkpoint_id=later)
+    saver.put_writes(at, [("docs", first)], "ahead")
+    saver.put_writes(at, [("docs", second)], "ahead")
+    assert referred(saver) == {first.kv_id, second.kv_id}, "what the saver kept is seen when the checkpoint is there"
+    put(saver, {"docs": third}, checkpoint_id=later)
+    assert referred(saver) == {first.kv_id, third.kv_id}
+    put(saver, {"docs": second}, checkpoint_id=later)
+    assert referred(saver) == {first.kv_id, second.kv_id}
+
+
+def test_a_task_that_writes_again_keeps_the_segments_of_what_it_composed_and_what_nobody_can_tell(
+    saver: KVCheckpointSaver, broker: KVBroker
+) -> None:
+    parts = [broker.materialize([9, 8, number, 7]) for number in range(2)]
+    other = broker.materialize([9, 9, 9])
+    joined = broker.compose(parts).handle
+    at = put(saver, {})
+    for handle in (joined, other):
+        saver.put_writes(at, [("docs", handle)], "t")
+    needed = {joined.kv_id, *(part.kv_id for part in parts)}
+    assert referred(saver) == needed
+    foreign = replace(other, kv_namespace="f" * 64)
+    for handle in (foreign, other):
+        saver.put_writes(at, [("docs", handle)], "u")
+    assert referred(saver) == needed | {other.kv_id}
+
+
+def test_a_copy_into_a_thread_that_wrote_itself_is_referred_to_by_what_the_saver_has(
+    saver: KVCheckpointSaver, broker: KVBroker
+) -> None:
+    first, second = (broker.materialize([9, 8, number]) for number in range(2))
+    at = put(saver, {})
+    saver.copy_thread("1", "2")
+    saver.put_writes(at, [("docs", first)], "t")
+    saver.put_writes(
+        thread("2", checkpoint_ns="", checkpoint_id=at["configurable"]["checkpoint_id"]), [("docs", second)], "t"
+    )
+    saver.copy_thread("1", "2")
+    assert referred(saver, "2") == {first.kv_id}
+
+
+def referred(saver: KVCheckpointSaver, name: str = "1") -> set[str]:
+    found = query(saver, "SELECT group_concat(DISTINCT kv_id) FROM refs WHERE thread_id = ?", name)[0]
+    return set((found or "").split(",")) - {""}
 
 
 def test_what_was_deleted_behind_its_back_is_found_by_a_verifying_sweep(

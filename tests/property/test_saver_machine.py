@@ -102,13 +102,16 @@ class Lives(RuleBasedStateMachine):
         )
 
     @precondition(lambda self: self.stored)
-    @rule(at=st.integers(0, 100), handle=st.integers(0, 100), task=st.sampled_from(["t1", "t2"]))
-    def put_writes(self, at: int, handle: int, task: str) -> None:
+    @rule(
+        at=st.integers(0, 100),
+        handle=st.integers(0, 100),
+        task=st.sampled_from(["t1", "t2"]),
+        channel=st.sampled_from(["docs", "__interrupt__"]),
+    )
+    def put_writes(self, at: int, handle: int, task: str, channel: str) -> None:
         _, config = self.stored[at % len(self.stored)]
-        # A task writes again what it wrote. Where it comes back with another handle the inner saver keeps the first, and the
-        # reference to the second stays as long as the checkpoint: known, and not what is looked for here.
-        chosen = handle % len(self.handles)
-        self.saver.put_writes(config, [("docs", self.handles[chosen])], f"{task}.{chosen}")
+        # Of a task that comes back with another handle the inner saver keeps the first, and of its interrupts the last.
+        self.saver.put_writes(config, [(channel, self.handles[handle % len(self.handles)])], task)
 
     @rule(name=THREADS)
     def delete(self, name: str) -> None:
@@ -130,6 +133,7 @@ class Lives(RuleBasedStateMachine):
     def die(self, name: str, when: str, what: str) -> None:
         """References are left open; a sweep settles them."""
         at = put(self.saver, {}, name=name)
+        self.saver.put_writes(at, [("docs", self.handles[0])], "t1")
         act = {
             "delete": lambda: self.saver.delete_thread(name),
             "put": lambda: put(self.saver, {"docs": self.handles[-1]}, name=name),
