@@ -59,6 +59,33 @@ class Kernel:
             for past in pasts
         )
 
+    @staticmethod
+    def suits(*widths: int) -> bool:
+        """Can ``add_norm`` and ``gate`` work on rows of all these widths?"""
+        return all(width % 16 == 0 for width in widths)
+
+    def add_norm(
+        self, hidden: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        """Add ``delta`` to ``hidden [rows, width]`` in place; the RMS norm of that, times ``weight [width]``."""
+        out = torch.empty_like(hidden)
+        self.library.aaflow_add_norm(
+            hidden.data_ptr(),
+            None if delta is None else delta.data_ptr(),
+            weight.data_ptr(),
+            eps,
+            out.data_ptr(),
+            *hidden.shape,
+        )
+        return out
+
+    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """``silu(gate) * up`` of both beside each other, ``[rows, 2 * width]``: ``[rows, width]``."""
+        rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+        out = gate_up.new_empty(rows, width)
+        self.library.aaflow_gate(gate_up.data_ptr(), out.data_ptr(), rows, width)
+        return out
+
     def _agrees(self) -> bool:
         """Is what it computes here what torch computes?"""
         num_heads, num_kv_heads, dim = self.shape

@@ -124,6 +124,7 @@ class LeanForward:
         # Nothing of the model is touched before all of it is known to fit.
         self._layers = [_layer(block) for block in blocks]
         self._embedding, self._norm, self._head = embedding.weight.data, norm.weight.data, _product(head)
+        self._suits_kernel = Kernel.suits(self._norm.shape[0], *(layer.down.weight.shape[1] for layer in self._layers))
         self._products = [p for x in self._layers for p in (x.qkv, x.out, x.gate_up, x.down)] + [self._head]
         self._tables: tuple[torch.Tensor, torch.Tensor] | None = None
         self._tail_room = TailRoom()
@@ -194,34 +195,51 @@ class LeanForward:
     def together(self, steps: Sequence[Step], kernel: Kernel | None) -> list[torch.Tensor]:
         """``__call__`` for several requests in one forward: logits ``[vocab]`` of each. Begins every past itself."""
         counts, pasts = [len(step.token_ids) for step in steps], [step.past for step in steps]
-        rows, dim, width, eps = sum(counts), self._head_dim, self._norm.shape, self._eps
         tables = [self._rotation(step.position, count) for step, count in zip(steps, counts, strict=True)]
         cos, sin = (torch.cat(table) for table in zip(*tables, strict=True))
-        past: KernelPast | SharedPast
-        if kernel is not None:
-            past = KernelPast(kernel, pasts, counts)
-        else:
-            past = SharedPast(pasts, counts, self._tail_room)
-            cos, sin = self._for_heads((cos, sin))
         last = torch.tensor(counts).cumsum(0) - 1
         ids = torch.tensor([token_id for step in steps for token_id in step.token_ids], device=self._like[1])
         hidden = functional.embedding(ids, self._embedding)
+        if kernel is not None and self._suits_kernel:
+            return self._compiled(kernel, KernelPast(kernel, pasts, counts), hidden, (cos, sin), last)
+        past = SharedPast(pasts, counts, self._tail_room)
+        cos, sin = self._for_heads((cos, sin))
+        rows, dim, width, eps = sum(counts), self._head_dim, self._norm.shape, self._eps
         for number, layer in enumerate(self._layers):
             qkv = layer.qkv(functional.rms_norm(hidden, width, layer.norm, eps))
             heads = qkv.view(rows, -1, dim)
-            if isinstance(past, KernelPast):
-                self._norm_heads(layer, heads)
-                attended = past.through(number, qkv, cos, sin, self._scale)
-            else:
-                self._turn(layer, qkv, heads, cos, sin)
-                past.write(number, heads[:, self._num_heads :].view(rows, 2, -1, dim))
-                attended = past.attend(number, heads[:, : self._num_heads], self._scale)
+            self._turn(layer, qkv, heads, cos, sin)
+            past.write(number, heads[:, self._num_heads :].view(rows, 2, -1, dim))
+            attended = past.attend(number, heads[:, : self._num_heads], self._scale)
             if number + 1 == len(self._layers) and rows > len(steps):
                 # Behind the last layer's keys and values only the last row of each request is asked for.
                 attended, hidden = attended[last], hidden[last]
             self._finish(layer, hidden, attended)
         past.finish()
         return list(self._head(functional.rms_norm(hidden, width, self._norm, eps)).unbind(0))
+
+    def _compiled(
+        self,
+        kernel: Kernel,
+        past: KernelPast,
+        hidden: torch.Tensor,
+        tables: tuple[torch.Tensor, torch.Tensor],
+        last: torch.Tensor,
+    ) -> list[torch.Tensor]:
+        """``together`` where everything between two products is one call of the kernel."""
+        eps, num_layers = self._eps, len(self._layers)
+        norms = [layer.norm for layer in self._layers[1:]] + [self._norm]
+        states = kernel.add_norm(hidden, None, self._layers[0].norm, eps)
+        for number, (layer, next_norm) in enumerate(zip(self._layers, norms, strict=True)):
+            qkv = layer.qkv(states)
+            self._norm_heads(layer, qkv.view(len(hidden), -1, self._head_dim))
+            attended = past.through(number, qkv, *tables, self._scale)
+            if number + 1 == num_layers and len(hidden) > len(last):
+                # Behind the last layer's keys and values only the last row of each request is asked for.
+                attended, hidden = attended[last], hidden[last]
+            states = kernel.add_norm(hidden, layer.out(attended), layer.mlp_norm, eps)
+            states = kernel.add_norm(hidden, layer.down(kernel.gate(layer.gate_up(states))), next_norm, eps)
+        return list(self._head(states).unbind(0))
 
     def _finish(self, layer: _Layer, hidden: torch.Tensor, attended: torch.Tensor) -> None:
         """Add what a layer does behind its attention to ``hidden``, in place."""

@@ -91,6 +91,8 @@ def library() -> ctypes.CDLL | None:
         "aaflow_store": (plan, number, address, stride, stride, address, stride, stride),
         "aaflow_attend": (plan, number, address, stride, stride, address),
         "aaflow_layer": (plan, number, address, address, address, address),
+        "aaflow_add_norm": (address, address, address, ctypes.c_float, address, stride, stride),
+        "aaflow_gate": (address, address, stride, stride),
     }.items():
         function = getattr(loaded, name)
         function.restype = None
