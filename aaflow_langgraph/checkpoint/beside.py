@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
+from aaflow_langgraph._directory import expanded
 from aaflow_langgraph.checkpoint.sidecar import _APPLICATION_ID, FORMAT_VERSION, Key, Slot
 from aaflow_langgraph.errors import ConfigError, IntegrityError
 from aaflow_langgraph.model import BLOCK_TOKENS, Recipe
@@ -108,7 +109,7 @@ class Beside:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.directory, self.rows_file = _places(Path(path))
+        self.directory, self.rows_file = _places(expanded(path))
         self._undo = ExitStack()
         with ExitStack() as undo:
             self._manifest = _opened(self.directory / MANIFEST, undo)

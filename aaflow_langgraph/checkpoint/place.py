@@ -12,6 +12,7 @@ from typing import Any
 from langgraph.checkpoint.base import BaseCheckpointSaver
 from langgraph.checkpoint.memory import InMemorySaver
 
+from aaflow_langgraph._directory import expanded, make_private
 from aaflow_langgraph.checkpoint.inner import sqlite_file
 from aaflow_langgraph.errors import ConfigError
 
@@ -20,7 +21,7 @@ class Place:
     """A directory of a saver's own, there and writable.
 
     Raises:
-        ConfigError: It must be named, cannot be made or belongs to somebody else. Way out: fail.
+        ConfigError: It must be named, cannot be made, belongs to somebody else or is open to others. Way out: fail.
     """
 
     def __init__(self, inner: BaseCheckpointSaver[Any], directory: str | os.PathLike[str] | None) -> None:
@@ -33,16 +34,11 @@ class Place:
         if not isinstance(named, (str, os.PathLike)) or not os.fspath(named) or "\0" in str(named):
             raise ConfigError(f"directory must be a path, got {named!r:.100}")
         self._remove = lambda: None
-        self.path = Path(named).absolute()
+        self.path = expanded(named).absolute()
         try:
-            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            owner = self.path.stat().st_uid
+            make_private(self.path)
         except OSError as error:
             raise ConfigError(f"{self.path} cannot be made: {error}; name a directory that can be written") from error
-        if owner != os.geteuid():
-            raise ConfigError(
-                f"{self.path} belongs to uid {owner}, this process is uid {os.geteuid()}: name another directory"
-            )
         if not os.access(self.path, os.W_OK | os.X_OK):
             raise ConfigError(
                 f"{self.path} cannot be written by uid {os.geteuid()}: change its mode, or name another directory"

@@ -28,6 +28,7 @@ from langgraph.checkpoint.base import (
 from langgraph.checkpoint.serde.base import SerializerProtocol
 from langgraph.checkpoint.serde.encrypted import EncryptedSerializer
 
+from aaflow_langgraph._directory import expanded, make_private
 from aaflow_langgraph.broker import KVBroker
 from aaflow_langgraph.checkpoint.admission import Waiting
 from aaflow_langgraph.checkpoint.colours import BothColours
@@ -136,7 +137,8 @@ class KVCheckpointSaver(BaseCheckpointSaver[Any]):
         For ``with`` and ``async with``; the saver works with sync and async graphs.
 
         Raises:
-            ConfigError: langgraph-checkpoint-sqlite is not installed, or as the class. Way out: fail.
+            ConfigError: langgraph-checkpoint-sqlite is not installed, or as the class; others can reach what ``path`` holds.
+                Way out: fail.
         """
         return BothColours(cls._local(path, broker, durability))
 
@@ -151,9 +153,9 @@ class KVCheckpointSaver(BaseCheckpointSaver[Any]):
             raise ConfigError("local() needs SQLite's saver: pip install langgraph-checkpoint-sqlite") from error
         if not isinstance(path, str | os.PathLike) or not os.fspath(path) or "\0" in str(path):
             raise ConfigError(f"path must name a directory, got {path!r:.100}")
-        folder = Path(path)
+        folder = expanded(path)
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private(folder)
             connection = sqlite3.connect(folder / "checkpoints.sqlite", check_same_thread=False)
         except (OSError, sqlite3.Error) as error:
             raise ConfigError(

@@ -6,11 +6,11 @@ Keys carry half of a namespace's digest (``_server.key_names``), so that half is
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from urllib.parse import quote
 
 from redis.exceptions import NoPermissionError, RedisError
 
+from aaflow_langgraph._directory import expanded
 from aaflow_langgraph.errors import ConfigError, IndexUnavailable
 from aaflow_langgraph.index._server import explained
 from aaflow_langgraph.index.opening import open_index
@@ -53,7 +53,7 @@ def look_into(url: str, namespace: str) -> RedisIndex:
     """
     scheme, _, rest = url.partition("://")
     if scheme == "embedded" and rest:
-        socket = Path(rest).absolute() / "server.sock"
+        socket = expanded(rest).absolute() / "server.sock"
         if not socket.exists():
             raise IndexUnavailable(
                 f"no process uses the embedded index in {rest} now, so there is nothing in it; what is on disk can be looked "

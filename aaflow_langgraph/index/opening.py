@@ -16,7 +16,6 @@ import logging
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
@@ -26,6 +25,7 @@ from redis.connection import BlockingConnectionPool, Connection, SSLConnection, 
 from redis.exceptions import AuthenticationError, NoPermissionError, RedisError, ResponseError
 from redis.retry import Retry
 
+from aaflow_langgraph._directory import expanded
 from aaflow_langgraph.errors import ConfigError, IndexUnavailable
 from aaflow_langgraph.index._server import Server, explained
 from aaflow_langgraph.index.base import Index
@@ -69,7 +69,7 @@ def open_index(
     if scheme == "memory" and not rest:
         return MemoryIndex(clock)
     if scheme == "embedded" and rest:
-        embedded = EmbeddedServer(Path(rest))
+        embedded = EmbeddedServer(expanded(rest))
         try:
             pool = _pool(UnixDomainSocketConnection, path=str(embedded.socket))
             return _opened(_EmbeddedRedisServer(pool, namespace, embedded), f"embedded://{rest}", share_recipes)

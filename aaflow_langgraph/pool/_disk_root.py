@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 import time
 from pathlib import Path
 
+from aaflow_langgraph._directory import require_private
 from aaflow_langgraph.errors import ConfigError
 from aaflow_langgraph.pool import _placed
 
@@ -27,29 +27,13 @@ def claim(directory: Path) -> int:
     # The directory itself may be named through a link: whoever configures it says so. What it holds may not.
     root = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        _require_private(root, directory)
+        require_private(root, directory)
         if not _is_marked(root, directory):
             _mark(root, directory)
     except BaseException:
         os.close(root)
         raise
     return root
-
-
-def _require_private(root: int, directory: Path) -> None:
-    status = os.fstat(root)
-    if status.st_uid != os.geteuid():
-        raise ConfigError(
-            f"{directory} belongs to uid {status.st_uid}, this process is uid {os.geteuid()}: name another directory"
-        )
-    if not status.st_mode & 0o077:
-        return
-    if _placed.names(root):
-        raise ConfigError(
-            f"{directory} has mode {stat.S_IMODE(status.st_mode):04o}, so others can reach what it holds: chmod it to 700, "
-            "or name another directory"
-        )
-    os.fchmod(root, 0o700)
 
 
 def _mark(root: int, directory: Path) -> None:

@@ -71,10 +71,11 @@ class Listing:
     def _refresh(self) -> None:
         known, self._folders = self._folders, {}
         for name in filter(_FOLDER.fullmatch, _placed.names(self._directory)):
-            changed_ns, now_ns = (
-                os.stat(name, dir_fd=self._directory, follow_symlinks=False).st_mtime_ns,
-                time.time_ns(),
-            )
+            try:
+                status = os.stat(name, dir_fd=self._directory, follow_symlinks=False)
+            except FileNotFoundError:  # somebody removes all of it
+                continue
+            changed_ns, now_ns = status.st_mtime_ns, time.time_ns()
             folder = known.get(name)
             settled_ns = _SETTLED_NS if changed_ns % 1_000_000_000 else _SETTLED_COARSE_NS
             if folder is None or changed_ns != folder.changed_ns or changed_ns > folder.listed_ns - settled_ns:
@@ -85,6 +86,8 @@ class Listing:
 def _listed(directory: int, prefix: str, folder: _Folder) -> _Folder:
     try:
         fd = os.open(prefix, _placed.DIRECTORY_FLAGS, dir_fd=directory)
+    except FileNotFoundError:
+        return folder
     except OSError:  # a link or a file where a folder belongs
         folder.foreign.append("")
         return folder

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from aaflow_langgraph._directory import expanded
 from aaflow_langgraph.errors import ConfigError
 
 _NAME = re.compile(
@@ -68,7 +69,7 @@ class RunDir:
     def of(cls, path: Path | None) -> RunDir:
         """``path``, or ``$XDG_RUNTIME_DIR/aaflow-langgraph``, or ``/tmp/aaflow-langgraph-<uid>``."""
         if path is not None:
-            return cls(path.absolute())  # the process may go elsewhere and must still find its socket
+            return cls(expanded(path).absolute())  # the process may go elsewhere and must still find its socket
         configured = os.environ.get("XDG_RUNTIME_DIR", "")
         if os.path.isabs(configured):
             return cls(Path(configured) / "aaflow-langgraph")

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import secrets
 import threading
@@ -27,6 +28,8 @@ from aaflow_langgraph.pool._listing import FILE, FileFacts, Listing
 from aaflow_langgraph.pool._reading import Reading
 
 KEPT_IN_QUARANTINE = 8
+
+_log = logging.getLogger("aaflow_langgraph")
 
 
 class Shelf:
@@ -45,21 +48,9 @@ class Shelf:
         self._num_inside = 0
         self._inside = Inside(self._enter, self._leave)
         self._fds = contextlib.ExitStack()
-        try:
-            self._root = self._kept(claim(directory))
-            self._tmp = self._kept(_placed.made(self._root, "tmp"))
-            self._quarantine = self._kept(_placed.made(self._root, "quarantine"))
-            self._files = self._kept(_placed.made(self._root, namespace))
-            _placed.probe(self._tmp)
-        except OSError as error:
-            self._fds.close()
-            raise ConfigError(
-                f"{directory} cannot hold a disk pool: {error.strerror}; name a directory that uid {os.geteuid()} can write"
-            ) from error
-        except ConfigError:
-            self._fds.close()
-            raise
-        self.listing = Listing(self._files)
+        self._removed: list[contextlib.ExitStack] = []
+        """Descriptors of what is not there any more, as long as somebody may be inside of it."""
+        self._make()
 
     def close(self) -> None:
         """Give the descriptors back once nobody is inside any more. Idempotent."""
@@ -97,7 +88,25 @@ class Shelf:
             ) from error
 
     def write(self, file: str, parts: Sequence[memoryview], last_used_ns: int) -> None:
-        """Put a file in its place: whole and on the disk when this returns, nothing left behind when it raises ``OSError``."""
+        """Put a file in its place: whole and on the disk when this returns, nothing left behind when it raises ``OSError``.
+
+        A directory that was removed since it was opened is made again.
+
+        Raises:
+            CapacityError: It was, and cannot be. Way out: retry.
+        """
+        root = self._root
+        try:
+            self._place(file, parts, last_used_ns)
+        except FileNotFoundError:
+            with self._lock:
+                if self._root == root:  # else another thread made it again meanwhile
+                    if not any(os.fstat(fd).st_nlink == 0 for fd in (root, self._tmp, self._files)):
+                        raise
+                    self._make_again()
+            self._place(file, parts, last_used_ns)
+
+    def _place(self, file: str, parts: Sequence[memoryview], last_used_ns: int) -> None:
         if sum(part.nbytes for part in parts) > self._free_bytes():
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # found out before anything is written
         folder = _placed.made(self._files, self._checked(file)[:2])
@@ -152,9 +161,41 @@ class Shelf:
         """A file's place, for people."""
         return f"{self.directory}/{self._namespace}/{file[:2]}/{file}"
 
-    def _kept(self, fd: int) -> int:
-        self._fds.callback(os.close, fd)
-        return fd
+    def _make(self) -> None:
+        """Open all of it, made where it is not there."""
+        with contextlib.ExitStack() as undo:
+
+            def kept(fd: int) -> int:
+                undo.callback(os.close, fd)
+                return fd
+
+            try:
+                root = kept(claim(self.directory))
+                tmp = kept(_placed.made(root, "tmp"))
+                quarantine = kept(_placed.made(root, "quarantine"))
+                files = kept(_placed.made(root, self._namespace))
+                _placed.probe(tmp)
+            except OSError as error:
+                raise ConfigError(
+                    f"{self.directory} cannot hold a disk pool: {error.strerror}; name a directory that uid {os.geteuid()} can "
+                    "write"
+                ) from error
+            self._root, self._tmp, self._quarantine, self._files = root, tmp, quarantine, files
+            self.listing = Listing(files)
+            self._fds.enter_context(undo.pop_all())
+
+    def _make_again(self) -> None:
+        """The same for a directory that somebody removed. Others may be inside of what is left of it, and get an answer."""
+        removed = self._fds.pop_all()
+        try:
+            self._make()
+        except ConfigError as error:
+            self._fds = removed
+            raise CapacityError(f"{self.directory} was removed while it was in use: {error}") from error
+        self._removed.append(removed)
+        _log.warning(
+            "%s was removed while it was in use, and made again; what it held is computed again", self.directory
+        )
 
     def _free_bytes(self) -> int:
         """What the file system still gives to this user."""
@@ -197,9 +238,13 @@ class Shelf:
     def _leave(self) -> None:
         with self._lock:
             self._num_inside -= 1
-            last = self.closed and self._num_inside == 0
-        if last:
-            self._fds.close()
+            if self._num_inside:
+                return
+            unused, self._removed = self._removed, []
+            if self.closed:
+                unused.append(self._fds)
+        for fds in unused:
+            fds.close()
 
 
 class Inside:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from aaflow_langgraph._directory import expanded
 from aaflow_langgraph.errors import ConfigError, Evicted, IntegrityError, KVMissing, RecipeMissing
 from aaflow_langgraph.evict.base import Policy
 from aaflow_langgraph.evict.lru import least_recently_used
@@ -39,7 +40,8 @@ class DiskPool:
     together by what they write in it, and the next write brings it back.
 
     Args:
-        directory: Made (0700) if it is not there. An existing one must be empty or a disk pool.
+        directory: Made (0700) if it is not there, and again if it is removed while it is in use. An existing one must be
+            empty or a disk pool.
         namespace: Digest of the namespace; others in the same directory are not touched.
         layout: Shape of the model's KV.
         capacity_bytes: What this namespace's files may take.
@@ -78,7 +80,7 @@ class DiskPool:
         self.layout = layout
         self._dtype = DTYPES[layout.dtype]
         self._clock = clock
-        self._shelf = Shelf(Path(directory), namespace)
+        self._shelf = Shelf(expanded(directory).absolute(), namespace)
         self._room = Room(self._shelf, capacity_bytes, layout.token_bytes, policy, on_evict)
 
     @property

@@ -13,8 +13,8 @@ import re
 import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
+from aaflow_langgraph._directory import expanded
 from aaflow_langgraph.errors import ConfigError, IntegrityError, KVMissing, RecipeMissing
 from aaflow_langgraph.model import KVLayout, Recipe
 from aaflow_langgraph.pool import _placed, _safetensors
@@ -62,7 +62,7 @@ class Inventory:
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
-        self.directory = Path(directory)
+        self.directory = expanded(directory)
         if not self.directory.is_dir():
             raise ConfigError(
                 f"{self.directory} is no directory: --disk takes what was passed to KVBroker.open as disk"

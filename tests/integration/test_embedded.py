@@ -186,6 +186,13 @@ def test_a_relative_path_is_taken_from_the_working_directory(folder: Path, monke
     index.close()
 
 
+def test_a_home_directory_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(folder.parent))
+    index = open_index("embedded://~/run", NAMESPACE)
+    assert len(server_pids(folder)) == 1
+    index.close()
+
+
 def test_a_program_that_ends_without_closing_stops_it(folder: Path) -> None:
     code = f"from aaflow_langgraph.index.opening import open_index; open_index('embedded://{folder}', 'd' * 64)"
     assert subprocess.run([sys.executable, "-c", code], check=False, capture_output=True).returncode == 0

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import sqlite3
+import stat
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
@@ -131,6 +132,38 @@ def test_a_directory_that_cannot_be_written_is_refused(broker: KVBroker, tmp_pat
         with pytest.raises(ConfigError, match="cannot be written"):
             KVCheckpointSaver(InMemorySaver(), broker, directory=tmp_path / "closed")
     assert not broker.has_disk
+
+
+def test_a_directory_that_others_can_reach_is_closed_while_empty_and_refused_afterwards(
+    broker: KVBroker, tmp_path: Path
+) -> None:
+    def opened_locally(folder: Path) -> None:
+        with KVCheckpointSaver.local(folder, broker):
+            pass
+
+    def opened_beside(folder: Path) -> None:
+        KVCheckpointSaver(InMemorySaver(), broker, directory=folder).close()
+
+    for open_it in (opened_locally, opened_beside):
+        folder = tmp_path / open_it.__name__
+        folder.mkdir(mode=0o755)
+        open_it(folder)
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        folder.chmod(0o750)
+        with pytest.raises(ConfigError, match="mode 0750.*chmod it to 700"):
+            open_it(folder)
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o750
+    assert not broker.has_disk
+
+
+def test_a_home_directory_is_found(broker: KVBroker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    with KVCheckpointSaver.local("~/local", broker) as saver:
+        assert saver.directory == tmp_path / "local" / "checkpoints.sqlite.kv"
+    with KVCheckpointSaver(InMemorySaver(), broker, directory="~/beside") as saver:
+        assert saver.directory == tmp_path / "beside"
+    assert {path.name for path in tmp_path.iterdir()} == {"local", "beside"}
 
 
 @pytest.mark.parametrize("where", ["", 5, b"x"])

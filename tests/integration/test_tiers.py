@@ -121,7 +121,7 @@ def test_what_cannot_be_loaded_is_computed_again_and_counted_once(
     assert {finding.what.partition("/")[0] for finding in broker.check()} <= {"quarantine"}
 
 
-def test_a_directory_that_was_emptied_under_a_broker_costs_a_prefill(
+def test_a_directory_that_was_removed_under_a_broker_costs_a_prefill_and_is_filled_again(
     open_disk: Open, cold: Cold, tmp_path: Path
 ) -> None:
     broker = open_disk()
@@ -134,6 +134,8 @@ def test_a_directory_that_was_emptied_under_a_broker_costs_a_prefill(
     broker.materialize(OTHERS)
     wait_until(lambda: not broker._store.unsaved)
     assert goes_on(broker, handle) == cold(IDS)
+    assert broker.stats().num_spill_failures == 0
+    assert extent_files(tmp_path / "kv")
 
 
 def test_equal_tokens_computed_to_other_bits_are_checked_against_their_own_sum(

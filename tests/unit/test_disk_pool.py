@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import random
+import shutil
 import signal
 import stat
 import subprocess
@@ -808,6 +809,84 @@ def test_a_directory_that_others_can_reach_is_closed_while_empty_and_refused_aft
     directory.chmod(0o750)
     with pytest.raises(ConfigError, match="mode 0750"):
         DiskPool(directory, NAMESPACE, LAYOUT, 1 << 20)
+
+
+def test_a_home_directory_is_found_and_an_unknown_one_refused(
+    open_pool: Callable[..., DiskPool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    open_pool(directory="~/below/kv")
+    assert [path.name for path in tmp_path.iterdir()] == ["below"]
+    with pytest.raises(ConfigError, match="whole path"):
+        DiskPool("~nobody-of-this-name/kv", NAMESPACE, LAYOUT, 1 << 20)
+
+
+@pytest.mark.parametrize("what", [".", NAMESPACE, "tmp"])
+def test_a_directory_that_is_removed_while_it_is_in_use_is_made_again(
+    open_pool: Callable[..., DiskPool],
+    tmp_path: Path,
+    what: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    pool = open_pool(directory="kv")
+    monkeypatch.chdir("/")
+    before, after = extent_of(1), extent_of(2)
+    pool.write(before, kv_of(before))
+    num_fds = len(os.listdir("/proc/self/fd"))
+    for _ in range(2):
+        shutil.rmtree(tmp_path / "kv" / what)
+        if what != "tmp":
+            assert pool.used_bytes == 0
+            with pytest.raises(Evicted):
+                pool.read(before, empty(before))
+        assert pool.write(after, kv_of(after)) or what == "tmp"
+        assert_serves(pool, after)
+        assert pool.check(payloads=True) == []
+        assert stat.S_IMODE((tmp_path / "kv").stat().st_mode) == 0o700
+        if what == "tmp":
+            pool.remove(after.name)
+    assert len(os.listdir("/proc/self/fd")) == num_fds
+    assert len([record for record in caplog.records if "removed while it was in use" in record.message]) == 2
+
+
+def test_a_removed_directory_that_cannot_be_made_again_is_a_lack_of_room_until_it_can(
+    open_pool: Callable[..., DiskPool], tmp_path: Path
+) -> None:
+    pool, extent = open_pool(), extent_of(1)
+    shutil.rmtree(tmp_path / "kv")
+    (tmp_path / "kv").write_text("somebody's")
+    num_fds = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(CapacityError, match="removed while it was in use"):
+        pool.write(extent, kv_of(extent))
+    assert len(os.listdir("/proc/self/fd")) == num_fds
+    assert (tmp_path / "kv").read_text() == "somebody's"
+    (tmp_path / "kv").unlink()
+    assert pool.write(extent, kv_of(extent))
+    assert_serves(pool, extent)
+
+
+def test_threads_that_find_the_directory_removed_make_it_again_once(
+    open_pool: Callable[..., DiskPool], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool = open_pool()
+    extents = [extent_of(seed) for seed in range(8)]
+    shutil.rmtree(tmp_path / "kv")
+    with ThreadPoolExecutor(8) as workers:
+        assert all(workers.map(lambda extent: pool.write(extent, kv_of(extent)), extents))
+    assert found_by(pool) == (set(extents), [])
+    assert len(caplog.records) == 1
+
+
+def test_a_folder_that_goes_while_it_is_listed_is_not_there(
+    open_pool: Callable[..., DiskPool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = open_pool()
+    names = _placed.names
+    monkeypatch.setattr(_placed, "names", lambda directory: [*names(directory), "ab"])
+    assert pool.used_bytes == 0
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")

@@ -26,6 +26,7 @@ ROWS: tuple[frozenset[str], ...] = (
             "hashing",
             "results",
             "tensors",
+            "_directory",
             "assets",
             "project",
             "_wheel",
