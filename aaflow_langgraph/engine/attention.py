@@ -68,7 +68,7 @@ class Past:
         tail = self.tail
         # A single query is causal by itself, so its own key joins the tail's piece and saves one call.
         num_read = tail.length + (1 if num_new == 1 else 0)
-        self._reads = self._pieces + [per_layer(tail.kv[..., a:b, :]) for a, b in self._cuts(num_read)]
+        self._reads = self._pieces + [per_layer(tail.kv[..., a:b, :]) for a, b in self.cuts(num_read)]
 
     def make_room(self, num_new: int) -> None:
         """Let ``slots`` be the room of this many new tokens."""
@@ -107,7 +107,7 @@ class Past:
         folded = query.view(rows, num_kv_heads, group, dim).permute(1, 2, 0, 3).reshape(1, -1, group * rows, dim)
         reads = [kv[layer] for kv in self._reads]
         if rows == 1 < self.num_new:
-            whole = [tail.kv[layer, :, None, :, a:b] for a, b in self._cuts(tail.length + self.num_new)]
+            whole = [tail.kv[layer, :, None, :, a:b] for a, b in self.cuts(tail.length + self.num_new)]
             reads = [kv[layer] for kv in self._pieces] + [kv.unbind(0) for kv in whole]
         parts = [flash(folded, keys, values, scale, causal=False) for keys, values in reads]
         if rows > 1:
@@ -124,7 +124,8 @@ class Past:
         )
         return result
 
-    def _cuts(self, num_read: int) -> list[tuple[int, int]]:
+    def cuts(self, num_read: int) -> list[tuple[int, int]]:
+        """The first ``num_read`` tokens of the tail, cut at the grid."""
         return _cut(self.tail.start, num_read, self.grid) if num_read else []
 
 

@@ -1,7 +1,10 @@
 """Attention of the new tokens of one forward through the compiled kernel: bf16 on CPUs with AVX512-BF16.
 
 Does what ``SharedPast`` does, for one request as for many: everything in one call per layer, every extent once for all of its
-readers, new keys and values written straight to their tails. Knows a forward's ``Past``; knows no model.
+readers, new keys and values written straight to their tails. Bits depend on shapes and on the number of threads, not on who
+computes which part; a deterministic request runs alone, and its tail is cut at the grid, as on torch's kernels.
+
+Knows a forward's ``Past``; knows no model.
 """
 
 from __future__ import annotations
@@ -21,6 +24,9 @@ KEPT_BYTES = 128 << 20
 """Room to work in of at most this size is kept from one forward to the next: fresh pages cost more than the work."""
 
 _LOG2E = math.log2(math.e)
+
+# Keys and values ``[L, 2, H, T, D]``, and who reads them: row of a new token, and how many tokens it sees.
+_Read = tuple[torch.Tensor, list[tuple[int, int]]]
 
 
 class Kernel:
@@ -53,10 +59,9 @@ class Kernel:
         return kernel if kernel._agrees() else None
 
     def reads(self, pasts: Sequence[Past]) -> bool:
-        """Is all of this its business: not deterministic, no scattered rows, everything in memory of ours?"""
+        """Is all of this its business: no scattered rows, and KV that lies as pools lay it?"""
         return all(
-            type(past) is Past and past.grid is None and all(_fits(kv) for kv in past.extents) and _fits(past.tail.kv)
-            for past in pasts
+            type(past) is Past and all(_fits(kv) for kv in past.extents) and _fits(past.tail.kv) for past in pasts
         )
 
     @staticmethod
@@ -133,39 +138,41 @@ class KernelPast:
 
     def __init__(self, kernel: Kernel, pasts: Sequence[Past], counts: Sequence[int]) -> None:
         self._kernel = kernel
-        stretches: dict[int, tuple[torch.Tensor, list[tuple[int, int]]]] = {}
-        tails: list[tuple[torch.Tensor, list[tuple[int, int]]]] = []
+        extents: dict[int, _Read] = {}
+        tails: list[_Read] = []
         slots: list[tuple[int, int]] = []
         at = 0
         for past, count in zip(pasts, counts, strict=True):
             past.make_room(count)
             for kv in past.extents:
-                length = kv.shape[3]
-                known, readers = stretches.setdefault(kv.data_ptr(), (kv, []))
-                if known.shape[3] < length:  # the same extent, read further
-                    stretches[kv.data_ptr()] = (kv, readers)
-                readers += [(row, length) for row in range(at, at + count)]
-            tail = past.tail
-            slots += [(len(tails), tail.length + number) for number in range(count)]
-            tails.append((tail.kv, [(at + number, tail.length + number + 1) for number in range(count)]))
+                known, readers = extents.setdefault(kv.data_ptr(), (kv, []))
+                if known.shape[3] < kv.shape[3]:  # the same extent, read further
+                    extents[kv.data_ptr()] = (kv, readers)
+                readers += [(row, kv.shape[3]) for row in range(at, at + count)]
+            length = past.tail.length
+            for a, b in past.cuts(length + count):
+                seen = [(at + number, min(length + number + 1, b) - a) for number in range(max(0, a - length), count)]
+                slots += [(len(tails), number - a) for number in range(max(a, length), b)]
+                tails.append((past.tail.kv[..., a:b, :], seen))
             at += count
-        # Tails come first, so that slots know their numbers.
-        everything = [*tails, *stretches.values()]
-        readers = [reader for _, own in everything for reader in sorted(own, key=_num_seen)]
+        # In the order of their positions: parts are joined in this order, so that equal requests get equal bits.
+        everything = [*extents.values(), *tails]
         self._memory = [kv for kv, _ in everything]  # the plan knows addresses, which keep nothing alive
+        sorted_readers = [reader for _, own in everything for reader in sorted(own, key=_num_seen)]
         first = 0
-        described = []
+        stretches = []
         for kv, own in everything:
-            length = max(map(_num_seen, own))
-            described.append((kv.data_ptr(), *kv.stride()[:4], length, first, len(own), 0))
+            stretches.append(
+                native.Stretch(kv.data_ptr(), *kv.stride()[:4], max(map(_num_seen, own)), first, len(own), 0)
+            )
             first += len(own)
         num_heads, num_kv_heads, dim = kernel.shape
         self._plan = native.Plan(
-            stretches=(native.Stretch * len(described))(*(native.Stretch(*one) for one in described)),
-            readers=(native.Reader * len(readers))(*(native.Reader(*one) for one in readers)),
-            slots=(native.Slot * len(slots))(*(native.Slot(*one) for one in slots)),
-            num_stretches=len(described),
-            num_readers=len(readers),
+            stretches=(native.Stretch * len(stretches))(*stretches),
+            readers=(native.Reader * first)(*(native.Reader(*one) for one in sorted_readers)),
+            slots=(native.Slot * at)(*(native.Slot(len(extents) + tail, place) for tail, place in slots)),
+            num_stretches=len(stretches),
+            num_readers=first,
             num_rows=at,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 _ABI = 1
 
@@ -74,6 +75,15 @@ def library() -> ctypes.CDLL | None:
     """The compiled functions with their types, or None where they are not to be had. Import torch before: it brings the threads."""
     if parallel() is None:
         return None
+    plan, address, number, stride = ctypes.POINTER(Plan), ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+    arguments: dict[str, tuple[Any, ...]] = {
+        "aaflow_prepare": (plan, address),
+        "aaflow_store": (plan, number, address, stride, stride, address, stride, stride),
+        "aaflow_attend": (plan, number, address, stride, stride, address),
+        "aaflow_layer": (plan, number, address, address, address, address),
+        "aaflow_add_norm": (address, address, address, ctypes.c_float, address, stride, stride),
+        "aaflow_gate": (address, address, stride, stride),
+    }
     try:
         loaded = ctypes.CDLL(str(Path(__file__).with_name("_attention.so")))
         loaded.aaflow_plan_bytes.restype = ctypes.c_int64
@@ -81,22 +91,13 @@ def library() -> ctypes.CDLL | None:
             return None  # built from another version of the source
         if not loaded.aaflow_supported():
             return None
+        loaded.aaflow_scratch_bytes.restype = ctypes.c_int64
+        loaded.aaflow_scratch_bytes.argtypes = (plan,)
+        for name, types in arguments.items():
+            function = getattr(loaded, name)
+            function.restype, function.argtypes = None, types
     except (OSError, AttributeError):
         return None
-    plan, address, number, stride = ctypes.POINTER(Plan), ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
-    loaded.aaflow_scratch_bytes.restype = ctypes.c_int64
-    loaded.aaflow_scratch_bytes.argtypes = (plan,)
-    for name, arguments in {
-        "aaflow_prepare": (plan, address),
-        "aaflow_store": (plan, number, address, stride, stride, address, stride, stride),
-        "aaflow_attend": (plan, number, address, stride, stride, address),
-        "aaflow_layer": (plan, number, address, address, address, address),
-        "aaflow_add_norm": (address, address, address, ctypes.c_float, address, stride, stride),
-        "aaflow_gate": (address, address, stride, stride),
-    }.items():
-        function = getattr(loaded, name)
-        function.restype = None
-        function.argtypes = arguments
     return loaded
 
 

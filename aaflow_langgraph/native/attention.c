@@ -462,8 +462,7 @@ static void work(void *data) {
     const Plan *plan = pass->plan;
     const int32_t num_tasks = plan->num_chunks * plan->num_kv_heads;
     char *room = plan->rooms + atomic_fetch_add(&pass->next_room, 1) * plan->room_bytes;
-    for (int32_t taken; (taken = atomic_fetch_add(&pass->next, 1)) < num_tasks;) {
-        int32_t task = num_tasks - 1 - taken; /* tails are small and come first: they fill up what is left at the end */
+    for (int32_t task; (task = atomic_fetch_add(&pass->next, 1)) < num_tasks;) {
         attend_chunk(pass, &plan->chunks[task / plan->num_kv_heads], task % plan->num_kv_heads, room);
         /* Nobody waits for the others: whoever is last joins. */
         if (atomic_fetch_add(&pass->done, 1) + 1 == num_tasks)
