@@ -31,6 +31,7 @@ from aaflow_langgraph.errors import (
     RecipeMissing,
 )
 from aaflow_langgraph.evict.base import Policy
+from aaflow_langgraph.evict.guarded import Guarded
 from aaflow_langgraph.evict.lru import least_recently_used
 from aaflow_langgraph.evict.policies import policy
 from aaflow_langgraph.handle import DIGEST_PATTERN, KVHandle, check_label
@@ -88,6 +89,7 @@ class KVBroker:
         self.namespace: Namespace = engine.namespace
         self.kv = kv
         self._previews = previews
+        policy = Guarded(policy)
         self._store = ExtentStore(
             engine.namespace.digest, engine.layout, index, pool, policy, peers=peers, disk=disk, device_tier=device_tier
         )
@@ -143,7 +145,7 @@ class KVBroker:
             disk: Directory for the tier below the pool: what leaves the pool goes there, and a later process finds it.
             disk_bytes: The most that the files of this namespace (model, dtype, tenant) may take there.
             evict: Which extents leave a full pool first: ``"lru"``, ``"lfu"``, ``"gdsf"``, ``"fifo"``, or a policy of your own
-                such as ``by_value(...)``.
+                such as ``by_value(...)``. One that raises is logged once, and what was used least recently goes instead.
             dtype: ``"float32"``, ``"bfloat16"``, ``"float16"`` or ``"auto"`` (the checkpoint's).
             device: ``"cpu"``, ``"cuda"``, ``"cuda:N"`` or ``"auto"``.
             tenant: Salt: KV is never shared between tenants.

@@ -19,6 +19,7 @@ import torch
 from aaflow_langgraph._directory import expanded
 from aaflow_langgraph.errors import ConfigError, Evicted, IntegrityError, KVMissing, RecipeMissing
 from aaflow_langgraph.evict.base import Policy
+from aaflow_langgraph.evict.guarded import Guarded
 from aaflow_langgraph.evict.lru import least_recently_used
 from aaflow_langgraph.model import Finding, KVLayout, Recipe, Tier
 from aaflow_langgraph.pool import _recipe_file, _safetensors
@@ -46,7 +47,7 @@ class DiskPool:
         layout: Shape of the model's KV.
         capacity_bytes: What this namespace's files may take.
         policy: What goes first. It sees sizes and the time of the last use (``Candidate.last_used``, nanoseconds), not the
-            number of uses, which nobody counts across processes.
+            number of uses, which nobody counts across processes. One that raises is logged once, and the default is asked.
         on_evict: Called with the name of each extent that was removed to make room, with no lock held.
         clock: Nanoseconds, for the time of the last use.
 
@@ -81,7 +82,7 @@ class DiskPool:
         self._dtype = DTYPES[layout.dtype]
         self._clock = clock
         self._shelf = Shelf(expanded(directory).absolute(), namespace)
-        self._room = Room(self._shelf, capacity_bytes, layout.token_bytes, policy, on_evict)
+        self._room = Room(self._shelf, capacity_bytes, layout.token_bytes, Guarded(policy), on_evict)
 
     @property
     def capacity_bytes(self) -> int:

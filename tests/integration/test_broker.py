@@ -6,12 +6,14 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 import torch
 
 from aaflow_langgraph import KVBroker, KVHandle, Sampling, TransformersEngine
 from aaflow_langgraph.errors import Cancelled, ConfigError, IncompatibleHandle
+from aaflow_langgraph.evict.base import Candidate
 from aaflow_langgraph.index.memory import MemoryIndex
 from aaflow_langgraph.pool.host import HostPool
 from aaflow_langgraph.results import Generation, TokenDelta
@@ -99,6 +101,27 @@ def test_a_pool_smaller_than_the_working_set_evicts_and_recomputes(
     assert stats.peak_overflow_bytes == 0
     assert deterministic or stats.num_recomputed_tokens > 0
     assert broker.check() == []
+
+
+def test_a_policy_of_the_users_that_raises_fails_no_request_and_no_background_work(
+    engines: Callable[..., TransformersEngine], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked: list[str] = []
+
+    def raises(found: object, need_bytes: int) -> list[Candidate]:
+        asked.append(threading.current_thread().name)
+        raise KeyError("the user's own")
+
+    engine = engines("llama")
+    pool_bytes = 1000 * engine.layout.token_bytes
+    with KVBroker.open(engine, pool_bytes=pool_bytes, disk=tmp_path / "kv", evict=raises) as broker:
+        handles = [broker.materialize(encode(broker, prose(480, seed=n))) for n in range(4)]
+        wait_until(lambda: "aaflow-keeper" in asked and broker.stats().pool_used_bytes < 0.95 * pool_bytes)
+        assert threading.current_thread().name in asked
+        assert all(goes_on_like_stock(broker, handle) for handle in handles)
+        assert broker.stats().peak_overflow_bytes == 0
+        assert broker.check() == []
+    assert ["policy failed" in record.message for record in caplog.records] == [True]
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])

@@ -32,6 +32,7 @@ from aaflow_langgraph.errors import (
     KVMissing,
     PoolExhausted,
 )
+from aaflow_langgraph.evict.base import Candidate
 from aaflow_langgraph.hashing import block_hashes, digest, prefix_id, token_bytes
 from aaflow_langgraph.model import BLOCK_TOKENS, Finding, KVLayout, Recipe, Span, Turn
 from aaflow_langgraph.pool import _checked_read, _placed
@@ -613,6 +614,18 @@ def test_a_policy_decides_what_goes(open_pool: Callable[..., DiskPool]) -> None:
     for extent in extents:
         pool.write(extent, kv_of(extent))
     assert found_by(pool)[0] == {extents[0], extents[2]}
+
+
+def test_a_policy_that_raises_fails_no_write(open_pool: Callable[..., DiskPool]) -> None:
+    extents = [extent_of(seed) for seed in range(3)]
+
+    def raises(found: object, need_bytes: int) -> list[Candidate]:
+        raise KeyError("the user's own")
+
+    pool = open_pool(2 * size_of(extents[0]), clock=ticking(), policy=raises)
+    for extent in extents:
+        assert pool.write(extent, kv_of(extent))
+    assert found_by(pool)[0] == set(extents[1:])
 
 
 def test_threads_that_write_at_once_stay_within_the_capacity(open_pool: Callable[..., DiskPool]) -> None:

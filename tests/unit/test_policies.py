@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import pytest
@@ -13,6 +14,7 @@ from aaflow_langgraph.evict.base import TIES, Candidate, Policy
 from aaflow_langgraph.evict.cost import recompute_cost
 from aaflow_langgraph.evict.fifo import first_in_first_out
 from aaflow_langgraph.evict.gdsf import greedy_dual_size_frequency
+from aaflow_langgraph.evict.guarded import Guarded
 from aaflow_langgraph.evict.lfu import least_frequently_used
 from aaflow_langgraph.evict.policies import POLICIES, policy
 from aaflow_langgraph.evict.value import by_value
@@ -130,3 +132,52 @@ def test_every_policy_takes_distinct_candidates_just_enough_or_all_whatever_thei
     assert not victims or freed - victims[-1].num_bytes < need
     shuffled.shuffle(found)  # type: ignore[attr-defined]
     assert chosen(found, need) == victims
+
+
+def raises(found: Sequence[Candidate], need_bytes: int) -> list[Candidate]:
+    raise KeyError("the user's own")
+
+
+def invents(found: Sequence[Candidate], need_bytes: int) -> list[Candidate]:
+    return [extent(77)]
+
+
+def says_nothing(found: Sequence[Candidate], need_bytes: int) -> list[Candidate]:
+    return None  # type: ignore[return-value]
+
+
+def names_ids(found: Sequence[Candidate], need_bytes: int) -> list[Candidate]:
+    return [found[0].extent_id]  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("broken", [raises, invents, says_nothing, names_ids])
+def test_where_a_policy_fails_the_longest_unused_goes_and_it_is_said_once(
+    broken: Policy, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = [extent(1, last=3), extent(2, last=1), extent(3, last=2)]
+    guarded = Guarded(broken)
+    assert numbers(guarded(found, 101)) == [2, 3]
+    assert numbers(guarded(found, 1)) == [2]
+    (record,) = caplog.records
+    assert "used least recently" in record.message
+    assert record.exc_info is not None
+
+
+def test_a_policy_that_fails_is_asked_again_and_one_that_works_decides(caplog: pytest.LogCaptureFixture) -> None:
+    found = [extent(1, last=3), extent(2, last=1), extent(3, last=2)]
+    moods = iter([True, False])
+
+    def moody(found: Sequence[Candidate], need_bytes: int) -> list[Candidate]:
+        return raises(found, need_bytes) if next(moods) else [max(found, key=lambda candidate: candidate.last_used)]
+
+    guarded = Guarded(moody)
+    assert [numbers(guarded(found, 1)) for _ in range(2)] == [[2], [1]]
+    assert len(caplog.records) == 1
+
+
+def test_what_ends_the_program_is_no_failure_of_a_policy() -> None:
+    def interrupted(found: Sequence[Candidate], need_bytes: int) -> list[Candidate]:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Guarded(interrupted)([extent(1)], 1)
