@@ -75,6 +75,10 @@ class Past:
         self.tail.ensure(self.tail.length + num_new)
         self.num_new = num_new
 
+    def places(self, num_new: int) -> Sequence[int]:
+        """Where in the tail the new tokens go; each attends to everything up to its own place."""
+        return range(self.tail.length, self.tail.length + num_new)
+
     def pieces(self, num_tail: int) -> list[list[tuple[torch.Tensor, ...]]]:
         """Keys and values of everything in front of position ``tail.start + num_tail``, by layer."""
         return self._pieces + ([per_layer(self.tail.kv[..., :num_tail, :])] if num_tail else [])

@@ -59,10 +59,8 @@ class Kernel:
         return kernel if kernel._agrees() else None
 
     def reads(self, pasts: Sequence[Past]) -> bool:
-        """Is all of this its business: no scattered rows, and KV that lies as pools lay it?"""
-        return all(
-            type(past) is Past and all(_fits(kv) for kv in past.extents) and _fits(past.tail.kv) for past in pasts
-        )
+        """Does all of their KV lie as pools lay it?"""
+        return all(_fits(kv) for past in pasts for kv in (*past.extents, past.tail.kv))
 
     @staticmethod
     def suits(*widths: int) -> bool:
@@ -149,10 +147,10 @@ class KernelPast:
                 if known.shape[3] < kv.shape[3]:  # the same extent, read further
                     extents[kv.data_ptr()] = (kv, readers)
                 readers += [(row, kv.shape[3]) for row in range(at, at + count)]
-            length = past.tail.length
-            for a, b in past.cuts(length + count):
-                seen = [(at + number, min(length + number + 1, b) - a) for number in range(max(0, a - length), count)]
-                slots += [(len(tails), number - a) for number in range(max(a, length), b)]
+            places = past.places(count)
+            for a, b in past.cuts(places[-1] + 1):
+                slots += [(len(tails), place - a) for place in places if a <= place < b]
+                seen = [(row, min(place + 1, b) - a) for row, place in enumerate(places, at) if place >= a]
                 tails.append((past.tail.kv[..., a:b, :], seen))
             at += count
         # In the order of their positions: parts are joined in this order, so that equal requests get equal bits.

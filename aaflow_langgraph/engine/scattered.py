@@ -60,20 +60,31 @@ class Block:
 class ScatteredPast(Past):
     """What the layers of one forward at ``offsets`` (rows, strictly ascending, at least two) attend to and write."""
 
-    __slots__ = ("_blocks", "_stage", "_where")
+    __slots__ = ("_blocks", "_offsets", "_stage", "_where")
 
     def __init__(self, pieces: Sequence[Piece], rows: Rows, offsets: Sequence[int]) -> None:
         super().__init__(pieces, rows, None)
         kv = rows.kv
         self.num_new = len(offsets)
+        self._offsets = offsets
         self._where = torch.tensor(offsets, device=kv.device)
-        self._blocks = [_block(self._where, a, b, kv.dtype) for a, b in cut_blocks(offsets)]
+        self._blocks: list[Block] = []
         self._stage: torch.Tensor | None = None
 
     def begin(self, num_new: int) -> None:
         """What is read was fixed with the offsets."""
+        self.make_room(num_new)
+        offsets, dtype = self._offsets, self.tail.kv.dtype
+        self._blocks = [_block(self._where, a, b, dtype) for a, b in cut_blocks(offsets)]
+
+    def make_room(self, num_new: int) -> None:
+        """The rows are all there."""
         if num_new != self.num_new:
             raise FastPathRefused(f"{num_new} tokens for {self.num_new} positions")
+
+    def places(self, num_new: int) -> Sequence[int]:
+        """See ``Past.places``."""
+        return self._offsets
 
     def slots(self) -> tuple[torch.Tensor, ...]:
         """One room for the new keys and values of every layer in turn: ``attend`` moves them to their rows."""

@@ -27,7 +27,12 @@ def together(
     counts, pasts = [len(step.token_ids) for step in steps], [step.past for step in steps]
     past = SharedPast(pasts, counts, room) if kernel is None else KernelPast(kernel, pasts, counts)
     ids = [token_id for step in steps for token_id in step.token_ids]
-    positions = torch.cat([torch.arange(count) + step.position for step, count in zip(steps, counts, strict=True)])
+    positions = torch.cat(
+        [
+            step.position if isinstance(step.position, torch.Tensor) else torch.arange(count) + step.position
+            for step, count in zip(steps, counts, strict=True)
+        ]
+    )
     layers = [cache_adapter.FastLayer(n, past.write_layer, lambda: 0) for n in range(engine.layout.num_layers)]
     last = torch.tensor(counts).cumsum(0) - 1
     with attention.reading(past):

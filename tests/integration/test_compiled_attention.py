@@ -13,6 +13,8 @@ import torch
 from aaflow_langgraph import KVBroker, Sampling, TransformersEngine, native
 from aaflow_langgraph.engine.base import Piece
 from aaflow_langgraph.engine.batch import Step
+from aaflow_langgraph.engine.mixed import Mixed
+from aaflow_langgraph.engine.scattered import Rows
 from tests import tiny
 from tests.integration.test_cold_warm import broker_text, letters
 
@@ -135,3 +137,27 @@ def test_it_computes_what_torch_does_alone_and_together(
     monkeypatch.setattr(engine, "kernel", None)
     for mine, wanted in zip(found, [forward([1]), forward([9]), forward([1, 1, 30, 2])], strict=True):
         assert (mine - wanted).abs().max() < 0.05 * wanted.std()
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "phi"])
+def test_tokens_at_scattered_positions_see_what_they_see_on_torch(
+    kind: str, engines: Callable[..., TransformersEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engines(kind, dtype=torch.bfloat16, **WIDE[kind])
+    ids = letters(900, seed=4)
+    whole = Rows(torch.zeros(engine.layout.shape(900), dtype=torch.bfloat16), 0)
+    engine.start((), whole, grid=None).prefill(ids)
+    chosen = [301, 302, 303, 340, *range(400, 800, 3), 850]
+    results = []
+    for kernel in (engine.kernel, None):
+        monkeypatch.setattr(engine, "kernel", kernel)
+        rows = whole.kv[..., 300:, :].clone()
+        rows[..., 551:, :] = float("nan")  # behind what any of them sees
+        mixed = Mixed([Piece(whole.kv[..., :300, :], 0, 300)], rows, 300)
+        logits = engine.run_at([ids[at] for at in chosen], chosen, mixed)
+        results.append((logits.float(), rows[..., :551, :].float()))
+    (logits, rows), (wanted, wanted_rows) = results
+    assert (logits - wanted).abs().max() < 0.05 * wanted.std()
+    assert (rows - wanted_rows).abs().max() < 0.05 * wanted_rows.std()
+    untouched = [at - 300 for at in range(300, 851) if at not in set(chosen)]
+    assert torch.equal(rows[..., untouched, :], whole.kv[..., 300:, :][..., untouched, :].float())
