@@ -24,6 +24,7 @@ Form = Literal["table", "json", "watch", "prometheus"]
 WATCH_S = 1.0
 SHOWN = 50
 """Lines of a kind that people are shown."""
+_WIDEST = 1 << 16
 
 
 def inspect(index: str, disk: str | None, form: Form) -> int:
@@ -133,7 +134,8 @@ def _watch(outside: Outside) -> None:
 
 
 def _console() -> Console:
-    return Console(markup=False, highlight=False)  # names from outside are no markup
+    # A pipe or a file has no width, for which rich takes 80; a table takes no more than it needs. Names from outside are no markup.
+    return Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else _WIDEST)
 
 
 def _print(line: str) -> None:

@@ -274,24 +274,30 @@ def test_what_cannot_be_shown_is_said_in_one_line(
     assert err.count("\n") == 1
 
 
-def test_people_get_a_table(
-    broker: KVBroker, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("columns", ["", "40", "160"])
+def test_people_get_a_table_as_wide_as_it_needs_where_no_window_sets_a_width(
+    columns: str,
+    broker: KVBroker,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(os.environ, "COLUMNS", "160")
+    monkeypatch.setitem(os.environ, "COLUMNS", columns)
     with KVCheckpointSaver.local(tmp_path / "kept", broker, durability="sync") as saver:
         go_on(talking(broker).compile(checkpointer=saver), questions(1))
     capsys.readouterr()
     assert main(["history", "talk", "--checkpoints", str(tmp_path / "kept")]) == 0
     out = capsys.readouterr().out
-    assert "answer" in out
-    assert "on disk, durable" in out
+    (line, *_) = [line for line in out.splitlines() if " answer " in line]
+    assert "heard" in line
+    assert "on disk, durable" in line
+    assert line.rstrip().endswith(("B", "KiB", "MiB"))
+    assert len(line) == max(map(len, out.splitlines())) < 160
 
 
 def test_a_name_that_looks_like_markup_is_shown_as_it_is(
-    broker: KVBroker, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    broker: KVBroker, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(os.environ, "COLUMNS", "200")
-
     def read(_: Talk) -> dict[str, Any]:
         return {"heard": broker.prefill("a [/] b", label="[/red] docs [bold]").handle}
 
