@@ -334,7 +334,13 @@ def _bench_agents(arguments: argparse.Namespace, versions: dict[str, str]) -> in
     # First what took long to measure, then files, which may fail.
     agents_report.report(
         document,
-        {"model": model.model, "dtype": model.dtype, "read_path": engine.read_path, "versions": versions},
+        {
+            "model": model.model,
+            "dtype": model.dtype,
+            "read_path": engine.read_path,
+            "attention": engine.attention,
+            "versions": versions,
+        },
     )
     if picture:
         agents_plot.draw(document, picture)

@@ -290,5 +290,11 @@ def report(document: dict[str, Any], engine: TransformersEngine, versions: dict[
         both = (found[measure][group] for measure in ("kl", "nll_excess"))
         table.add_row(group, *("-" if value is None else f"{value:.2f}" for value in both))
     console.print(table)
-    facts = {"model": model.model, "dtype": model.dtype, "read_path": engine.read_path, "versions": versions}
+    facts = {
+        "model": model.model,
+        "dtype": model.dtype,
+        "read_path": engine.read_path,
+        "attention": engine.attention,
+        "versions": versions,
+    }
     sys.stdout.write(json.dumps(document | facts) + "\n")

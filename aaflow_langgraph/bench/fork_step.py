@@ -15,11 +15,13 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from aaflow_langgraph.engine.attention import flash
+from aaflow_langgraph.engine.attention import Past, flash
 from aaflow_langgraph.engine.base import Piece, Tail
+from aaflow_langgraph.engine.kernel import KernelPast
 from aaflow_langgraph.engine.transformers import TransformersEngine
 
 NUM_FORKS = 16
@@ -52,7 +54,7 @@ def measure(engine: TransformersEngine, past: torch.Tensor, tail: Callable[[int,
         taken = (
             _step(engine, pieces, lambda: tail(context, _NUM_TOKENS + 1)),
             _step(engine, (), lambda: tail(0, _NUM_TOKENS + 1)),
-            _attention(engine, past),
+            _attention(engine, past, tail(context, NUM_FORKS)),
         )
         if number:  # the first one warms up
             for leg, seconds in zip(legs, taken, strict=True):
@@ -87,16 +89,30 @@ def _step(engine: TransformersEngine, pieces: Sequence[Piece], tail: Callable[[]
         return statistics.median(itertools.chain.from_iterable(pool.map(decode, range(NUM_FORKS))))
 
 
-def _attention(engine: TransformersEngine, past: torch.Tensor) -> float:
-    """One pass of all forks' queries over the prefix, in every layer."""
+def _attention(engine: TransformersEngine, past: torch.Tensor, tail: Tail) -> float:
+    """One pass of all forks' queries over the prefix, in every layer, by the attention that the engine computes with."""
     heads = engine.model.config.get_text_config(decoder=True).num_attention_heads
     num_kv_heads, dim = past.shape[2], past.shape[4]
-    query = torch.ones((1, num_kv_heads, heads // num_kv_heads * NUM_FORKS, dim), dtype=past.dtype, device=past.device)
+    read = Past([Piece(past, 0, past.shape[3])], tail, None)
     times = []
     with torch.inference_mode():
+        if engine.kernel is not None and engine.kernel.reads([read]):
+            rows = torch.ones((NUM_FORKS, heads, dim), dtype=past.dtype)
+            compiled = KernelPast(engine.kernel, [read], [NUM_FORKS])
+            passes = partial(compiled.attend, query=rows, scale=None)
+        else:
+            folded = torch.ones(
+                (1, num_kv_heads, heads // num_kv_heads * NUM_FORKS, dim), dtype=past.dtype, device=past.device
+            )
+            passes = partial(_over_layer, past, folded)
         for _ in range(_NUM_TOKENS - 1):
             started = time.perf_counter()
-            for keys, values in past:
-                flash(query, keys[None], values[None], None, causal=False)
+            for layer in range(past.shape[0]):
+                passes(layer)
             times.append(time.perf_counter() - started)
     return statistics.median(times)
+
+
+def _over_layer(past: torch.Tensor, query: torch.Tensor, layer: int) -> torch.Tensor:
+    keys, values = past[layer]
+    return flash(query, keys[None], values[None], None, causal=False)[0]

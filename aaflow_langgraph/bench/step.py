@@ -108,6 +108,7 @@ def report(rows: list[Row], engine: TransformersEngine, rounds: int, versions: d
         "model": engine.namespace.model,
         "dtype": engine.namespace.dtype,
         "read_path": engine.read_path,
+        "attention": engine.attention,
         "lean": engine.lean is not None,
     }
     table = Table(title=f"one-token step, {', '.join(f'{name} {value}' for name, value in facts.items())}")

@@ -145,6 +145,7 @@ def report(rows: list[Row], engine: TransformersEngine, rounds: int, versions: d
         "model": engine.namespace.model,
         "dtype": engine.namespace.dtype,
         "read_path": engine.read_path,
+        "attention": engine.attention,
         "baseline": "stock transformers forward over the whole context, logits of the last token",
         "versions": versions,
     }

@@ -112,7 +112,7 @@ def make_namespace(
     tenant: str,
     read_path: str,
     lean: bool,
-    native: bool,
+    attention: str,
 ) -> Namespace:
     """The namespace of a loaded model for one tenant."""
     dtype = dtype_name(model.dtype)
@@ -133,7 +133,7 @@ def make_namespace(
     facts = (
         ("read_path", read_path),
         ("lean", str(lean)),
-        ("attention", "native" if native else "torch"),
+        ("attention", attention),
         ("torch", torch.__version__),
         ("transformers", transformers.__version__),
         ("threads", str(torch.get_num_threads())),

@@ -115,7 +115,7 @@ class TransformersEngine:
             tenant=tenant,
             read_path=self.read_path,
             lean=self.lean is not None,
-            native=self.kernel is not None and self.read_path == "fast",
+            attention=self.attention,
         )
         self.stop_ids = _stop_ids(model, tokenizer)
 
@@ -172,6 +172,11 @@ class TransformersEngine:
                 yield
             finally:
                 self._select(self.read_path)
+
+    @property
+    def attention(self) -> str:
+        """``"native"`` where forwards attend through the compiled kernel, else ``"torch"``."""
+        return "native" if self.kernel is not None and self.read_path == "fast" and self._shares else "torch"
 
     @property
     def batches(self) -> bool:
