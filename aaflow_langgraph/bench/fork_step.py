@@ -96,7 +96,7 @@ def _attention(engine: TransformersEngine, past: torch.Tensor, tail: Tail) -> fl
     read = Past([Piece(past, 0, past.shape[3])], tail, None)
     times = []
     with torch.inference_mode():
-        if engine.kernel is not None and engine.kernel.reads([read]):
+        if engine.kernel is not None and engine.kernel.reads([read], NUM_FORKS):
             rows = torch.ones((NUM_FORKS, heads, dim), dtype=past.dtype)
             compiled = KernelPast(engine.kernel, [read], [NUM_FORKS])
             passes = partial(compiled.attend, query=rows, scale=None)

@@ -297,8 +297,8 @@ def _sums(weights: torch.Tensor, axis: int) -> torch.Tensor:
 
 
 @lru_cache(maxsize=1)
-def _has_fast_flash() -> bool:
-    """CPUs with matrix tiles run the flash kernel's own bf16 products at full speed; others lose half of it."""
+def has_tiles() -> bool:
+    """Has the CPU matrix tiles (AMX)? They run the flash kernel's own bf16 products at full speed; others lose half of it."""
     return bool(torch.cpu._is_amx_tile_supported())
 
 
@@ -307,7 +307,7 @@ def prefers_products(query: torch.Tensor, length: int) -> bool:
     instruction set only, so that equal requests take equal paths.
     """
     rows = query.shape[2]
-    if query.dtype != torch.bfloat16 or length < 1024 or _has_fast_flash():
+    if query.dtype != torch.bfloat16 or length < 1024 or has_tiles():
         return False
     return rows * length >= 190_000 or (length >= 4096 and rows >= 12)
 

@@ -17,11 +17,15 @@ import torch
 from torch.nn import functional
 
 from aaflow_langgraph import native
-from aaflow_langgraph.engine.attention import Past
+from aaflow_langgraph.engine.attention import Past, has_tiles
 from aaflow_langgraph.engine.base import Piece
 
 KEPT_BYTES = 128 << 20
 """Room to work in of at most this size is kept from one forward to the next: fresh pages cost more than the work."""
+
+MOST_ROWS_BESIDE_TILES = 32
+"""CPUs with matrix tiles compute many rows faster through torch, which uses them, than by vectors. Not measured on one: from
+here on their rate of products should outweigh what the kernel saves in bytes and calls."""
 
 _LOG2E = math.log2(math.e)
 
@@ -58,8 +62,10 @@ class Kernel:
         kernel = cls(library, num_heads, num_kv_heads, dim)
         return kernel if kernel._agrees() else None
 
-    def reads(self, pasts: Sequence[Past]) -> bool:
-        """Does all of their KV lie as pools lay it?"""
+    def reads(self, pasts: Sequence[Past], num_rows: int) -> bool:
+        """Is a forward of so many new tokens its business, and does all of their KV lie as pools lay it?"""
+        if num_rows > MOST_ROWS_BESIDE_TILES and has_tiles():
+            return False
         return all(_fits(kv) for past in pasts for kv in (*past.extents, past.tail.kv))
 
     @staticmethod

@@ -186,7 +186,9 @@ class TransformersEngine:
     def _forward_steps(self, steps: Sequence[Step]) -> list[torch.Tensor]:
         """One forward over the steps of several requests, or over one."""
         kernel = self.kernel if self._shares else None
-        if kernel is not None and not kernel.reads([step.past for step in steps]):
+        if kernel is not None and not kernel.reads(
+            [step.past for step in steps], sum(len(step.token_ids) for step in steps)
+        ):
             kernel = None
         if kernel is not None or len(steps) > 1:
             if self.lean is None:

@@ -195,9 +195,17 @@ def test_kv_laid_otherwise_is_left_to_torch() -> None:
     kernel = kernel_of((4, 2, 64))
     bf16, fp32 = torch.zeros(1, 2, 2, 9, 64, dtype=torch.bfloat16), torch.zeros(1, 2, 2, 9, 64)
     tail = Tail(9, 0, 1, 2, 64, 4)
-    assert kernel.reads([Past([Piece(bf16, 0, 9)], tail, None)])
-    assert not kernel.reads([Past([Piece(fp32, 0, 9)], tail, None)])
-    assert not kernel.reads([Past([Piece(bf16.transpose(3, 4).contiguous().transpose(3, 4), 0, 9)], tail, None)])
+    assert kernel.reads([Past([Piece(bf16, 0, 9)], tail, None)], 1)
+    assert not kernel.reads([Past([Piece(fp32, 0, 9)], tail, None)], 1)
+    assert not kernel.reads([Past([Piece(bf16.transpose(3, 4).contiguous().transpose(3, 4), 0, 9)], tail, None)], 1)
+
+
+@needs_kernel
+def test_forwards_of_many_rows_are_left_to_matrix_tiles_where_the_cpu_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, past = kernel_of((4, 2, 64)), Past([], Tail(0, 0, 1, 2, 64, 64), None)
+    for tiles, rows, expected in ((False, 33, True), (True, 33, False), (True, 32, True)):
+        monkeypatch.setattr("aaflow_langgraph.engine.kernel.has_tiles", lambda tiles=tiles: tiles)
+        assert kernel.reads([past], rows) is expected
 
 
 @pytest.mark.parametrize("missing", ["file", "threads"])
