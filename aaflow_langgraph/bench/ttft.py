@@ -8,8 +8,8 @@ Legs, interleaved round by round in one process, same weights, same threads:
 * ``prefill_s``  stock transformers: one forward over C + N tokens through the model's own attention (logits of the last
   token only, the cheapest way to ask for it);
 * ``reuse_s``    this package: from (handle, new token ids) to the logits: lookup, lease, forward over N tokens, release;
-* ``bound_s``    what no reuse through stock modules can beat: a stock forward of the N tokens on an empty cache + the bytes of the prefix's KV
-  divided by the read bandwidth measured in the same round.
+* ``bound_s``    what no reuse through stock modules can beat: a stock forward of the N tokens on an empty cache + the bytes of
+  the prefix's KV divided by the read bandwidth measured in the same round.
 
 Physics. Re-prefill costs about 2 * parameters * C operations and grows with C; reuse has to read the prefix's KV once and
 run N tokens. ``ratio`` = prefill_s / reuse_s, ``of_bound`` = reuse_s / bound_s; medians over rounds, spread = (max - min) /
