@@ -387,6 +387,7 @@ class TransformersEngine:
                 continue
             read_path = "universal" if path == "universal" else "fast"
             self._select(read_path)
+            self._shares = path == "lean"  # whether modules may is asked when it is known what each computes alone
             try:
                 difference = float((self._probe_logits(read_path, ids) - stock).abs().mean()) / spread
             except (
@@ -396,9 +397,9 @@ class TransformersEngine:
                 missed.append(f"{path}: {_first_line(refused)}")
                 continue
             if difference <= _PROBE_TOLERANCE[self.model.dtype]:
-                self._shares = path != "fast" or self._probe_shared(ids, spread)
+                self._shares = path == "lean" or (path == "fast" and self._probe_shared(ids, spread))
                 if folder:
-                    write_cached("probes", key, path if self._shares else "fast alone")
+                    write_cached("probes", key, path if self._shares or path == "universal" else "fast alone")
                 return read_path
             missed.append(f"{path}: logits differ by {difference:.2e} of their spread on average")
         raise UnsupportedModel(

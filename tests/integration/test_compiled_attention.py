@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from aaflow_langgraph import KVBroker, Sampling, TransformersEngine, native
+from aaflow_langgraph.engine import kernel
 from aaflow_langgraph.engine.base import Piece
 from aaflow_langgraph.engine.batch import Step
 from aaflow_langgraph.engine.mixed import Mixed
@@ -139,6 +140,29 @@ def test_it_computes_what_torch_does_alone_and_together(
         assert (mine - wanted).abs().max() < 0.05 * wanted.std()
 
 
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral", "phi", "cohere", "glm", "smollm3"])
+def test_every_architecture_takes_the_read_path_that_it_takes_without(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = {"head_dim": 64} if kind in ("glm", "qwen3") else {"hidden_size": 256}
+    model = tiny.model(kind, dtype=torch.bfloat16, **changes)
+    engine = TransformersEngine(model, tiny.tokenizer())
+    assert engine.kernel is not None
+    monkeypatch.setattr(kernel.Kernel, "of", lambda *_: None)
+    plain = TransformersEngine(model, tiny.tokenizer())
+    assert (engine.read_path, engine.batches) == (plain.read_path, plain.batches)
+    assert plain.attention == "torch"
+    ids = letters(300, seed=6)
+    found = []
+    for each in (engine, plain):
+        each._select(each.read_path)
+        tail = Tail(each, 0)
+        run = each.start((), tail, grid=None)
+        run.prefill(ids)
+        found.append(run.decode(ids[0]).float())
+    assert (found[0] - found[1]).abs().max() < 0.08 * found[1].std()
+
+
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "phi"])
 def test_tokens_at_scattered_positions_see_what_they_see_on_torch(
     kind: str, engines: Callable[..., TransformersEngine], monkeypatch: pytest.MonkeyPatch
@@ -149,8 +173,8 @@ def test_tokens_at_scattered_positions_see_what_they_see_on_torch(
     engine.start((), whole, grid=None).prefill(ids)
     chosen = [301, 302, 303, 340, *range(400, 800, 3), 850]
     results = []
-    for kernel in (engine.kernel, None):
-        monkeypatch.setattr(engine, "kernel", kernel)
+    for compiled in (engine.kernel, None):
+        monkeypatch.setattr(engine, "kernel", compiled)
         rows = whole.kv[..., 300:, :].clone()
         rows[..., 551:, :] = float("nan")  # behind what any of them sees
         mixed = Mixed([Piece(whole.kv[..., :300, :], 0, 300)], rows, 300)
