@@ -155,7 +155,7 @@ def test_every_architecture_takes_the_read_path_that_it_takes_without(
     ids = letters(300, seed=6)
     found = []
     for each in (engine, plain):
-        each._select(each.read_path)
+        each.select(each.read_path)
         tail = Tail(each, 0)
         run = each.start((), tail, grid=None)
         run.prefill(ids)
