@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GraniteConfig, LlamaForCausalLM, PreTrainedModel
 
 from aaflow_langgraph import TransformersEngine
-from aaflow_langgraph.engine import lean
+from aaflow_langgraph.engine import lean, probe
 from aaflow_langgraph.engine.base import Piece
 from aaflow_langgraph.engine.lean import LeanForward, recognise
 from tests import tiny
@@ -134,7 +134,7 @@ def test_the_probe_keeps_the_stock_modules_where_the_lean_logits_differ(monkeypa
 def test_a_cached_verdict_keeps_the_lean_forward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tiny.save(tmp_path, "llama", max_position_embeddings=333)
     assert TransformersEngine.load(folder).lean is not None
-    monkeypatch.delattr(TransformersEngine, "_probe_logits")
+    monkeypatch.setattr(probe, "_logits", None)
     assert TransformersEngine.load(folder).lean is not None
 
 
