@@ -109,6 +109,9 @@ def run_compiler(root: Path, output: Path) -> None:
     if done.returncode or not output.exists():
         told = next((line for line in said if "error" in line.lower()), said[-1] if said else "it said nothing")
         raise NotBuilt(f"{shlex.join(command)} ended with exit status {done.returncode} ({told})", again)
+    with output.open("rb") as made:
+        if made.read(4) != b"\x7fELF" or made.read(14)[-2:] not in (b"\x03\x00", b"\x00\x03"):
+            raise NotBuilt(f"{shlex.join(command)} made no shared library", again)
 
 
 def compiler() -> list[str]:

@@ -342,10 +342,13 @@ def _bench_agents(arguments: argparse.Namespace, versions: dict[str, str]) -> in
             "versions": versions,
         },
     )
-    if picture:
-        agents_plot.draw(document, picture)
-    if page:
-        agents_report.write_markdown(document, page)
+    try:
+        if picture:
+            agents_plot.draw(document, picture)
+        if page:
+            agents_report.write_markdown(document, page)
+    except OSError as error:
+        raise ConfigError(f"{error.strerror}: {error.filename or page or picture}; the result stands above") from error
     return 0
 
 

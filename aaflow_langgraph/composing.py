@@ -145,7 +145,7 @@ class Composing:
             return {}
         assembly, policy = made.assembly, made.composite.policy
         spans = tuple(Span(one.at, one.at + one.stop - one.start) for one in assembly.copied)
-        nothing = Mixed((), torch.empty(0), 0)
+        nothing = Mixed((), torch.empty(0, device="cpu"), 0)
         work = Work(self._engine, assembly.token_ids, nothing, len(assembly.first.token_ids), spans)
         return {
             **predict(work, costs, policy.k, policy.r),

@@ -81,6 +81,6 @@ def make_generator(sampling: Sampling, seed: Callable[[], int]) -> torch.Generat
     """Randomness of a generation; None for greedy."""
     if sampling.temperature == 0.0:
         return None
-    generator = torch.Generator()
+    generator = torch.Generator("cpu")
     generator.manual_seed(sampling.seed if sampling.seed is not None else seed())
     return generator

@@ -858,7 +858,7 @@ class ExtentStore:
             if part is record:
                 kv = rows
             else:
-                kv = torch.zeros(self.layout.shape(even(part.num_tokens)), dtype=self.dtype)
+                kv = torch.zeros(self.layout.shape(even(part.num_tokens)), dtype=self.dtype, device="cpu")
                 at = part.start - record.start
                 kv[..., : part.num_tokens, :] = rows[..., at : at + part.num_tokens, :]
             # What the index says may be the checksum of an equal extent's other bits.

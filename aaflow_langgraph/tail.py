@@ -120,7 +120,7 @@ class PoolTail:
         else:
             self._heap_bytes = store.layout.num_bytes(num_tokens)
             store.note_overflow(self._heap_bytes)
-            kv = torch.empty(shape, dtype=store.dtype)
+            kv = torch.empty(shape, dtype=store.dtype, device="cpu")
         kv[..., -1:, :] = 0  # may be read, with no weight, as the row that rounds an odd length up: must not be NaN
         return kv
 

@@ -23,7 +23,7 @@ _OTHER_TEXT = 7919
 def audit(work: Work) -> Audit:
     """Compare a finished composite."""
     moved, last = work.moved, len(work.token_ids) - 1
-    where = torch.tensor(moved, dtype=torch.long) - work.mixed.start
+    where = torch.tensor(moved, dtype=torch.long, device=work.mixed.rows.device) - work.mixed.start
     vocab = work.engine.vocab_size
     everything = dense.positions(work)
     _, right = _computed(work, everything, [work.token_ids[at] for at in everything])
@@ -34,10 +34,10 @@ def audit(work: Work) -> Audit:
         rows[..., where, :] = fill(rows[..., where, :])
         return _kl(right, _behind(work, rows, last))
 
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
 
     def noise(kv: torch.Tensor) -> torch.Tensor:
-        drawn = torch.randn(kv.shape, generator=generator).to(kv.device)
+        drawn = torch.randn(kv.shape, generator=generator, device="cpu").to(kv.device)
         return (drawn * kv.float().std((3, 4), keepdim=True)).to(kv.dtype)
 
     composed = _behind(work, work.mixed.rows.clone(), last)

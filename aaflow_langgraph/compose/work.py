@@ -65,11 +65,14 @@ class Work:
 
     def rows_of(self, layer: int, positions: Sequence[int]) -> torch.Tensor:
         """KV ``[2, H, T, D]`` of a layer at positions of the rows; a copy."""
-        return self.mixed.rows[layer][:, :, torch.tensor(positions) - self.mixed.start]
+        return self.mixed.rows[layer][:, :, self._places(positions)]
+
+    def _places(self, positions: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(positions, device=self.mixed.rows.device) - self.mixed.start
 
     def write(self, layer: int, positions: Sequence[int], keys: torch.Tensor, values: torch.Tensor) -> None:
         """Put ``[H, T, D]`` each at positions of the rows."""
-        where = torch.tensor(positions) - self.mixed.start
+        where = self._places(positions)
         self.mixed.rows[layer, 0][:, where] = keys
         self.mixed.rows[layer, 1][:, where] = values
 

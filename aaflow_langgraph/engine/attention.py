@@ -210,7 +210,7 @@ def _flash_of_halves(
 @lru_cache(maxsize=8)
 def _overlap(share: int, dtype: torch.dtype) -> torch.Tensor:
     """Halves of an odd length share the middle key: hide it from the second."""
-    mask = torch.zeros(1, 2, 1, share, dtype=dtype)
+    mask = torch.zeros(1, 2, 1, share, dtype=dtype, device="cpu")
     mask[:, 1, :, 0] = float("-inf")
     return mask
 

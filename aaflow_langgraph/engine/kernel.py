@@ -1,8 +1,9 @@
 """Attention of the new tokens of one forward through the compiled kernel: bf16 on CPUs with AVX512-BF16.
 
 Does what ``SharedPast`` does, for one request as for many: everything in one call per layer, every extent once for all of its
-readers, new keys and values written straight to their tails. Bits depend on shapes and on the number of threads, not on who
-computes which part; a deterministic request runs alone, and its tail is cut at the grid, as on torch's kernels.
+readers, new keys and values written straight to their tails. Bits depend on shapes and on the number of threads when the engine
+was opened, not on who computes which part; a deterministic request runs alone, and its tail is cut at the grid, as on torch's
+kernels.
 
 Knows a forward's ``Past``; knows no model.
 """
@@ -17,8 +18,9 @@ import torch
 from torch.nn import functional
 
 from aaflow_langgraph import native
-from aaflow_langgraph.engine.attention import Past, has_tiles
+from aaflow_langgraph.engine.attention import FastPathRefused, Past, has_tiles
 from aaflow_langgraph.engine.base import Piece
+from aaflow_langgraph.errors import ConfigError
 
 KEPT_BYTES = 128 << 20
 """Room to work in of at most this size is kept from one forward to the next: fresh pages cost more than the work."""
@@ -45,7 +47,9 @@ class Kernel:
     def __init__(self, library: ctypes.CDLL, num_heads: int, num_kv_heads: int, dim: int) -> None:
         self.library = library
         self.shape = (num_heads, num_kv_heads, dim)
-        self._room = torch.empty(0, dtype=torch.uint8)
+        # Work is cut for this many threads from now on, however many do it: the cut decides about bits.
+        self.num_threads = torch.get_num_threads()
+        self._room = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     @classmethod
     def of(cls, num_heads: int, num_kv_heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> Kernel | None:
@@ -56,7 +60,7 @@ class Kernel:
         library = native.library()
         if library is None or dtype != torch.bfloat16 or device.type != "cpu":
             return None
-        plan = native.Plan(num_heads=num_heads, num_kv_heads=num_kv_heads, dim=dim, num_threads=1)
+        plan = native.Plan(num_heads=num_heads, num_kv_heads=num_kv_heads, dim=dim, num_shares=1, num_threads=1)
         if not library.aaflow_scratch_bytes(plan):
             return None
         kernel = cls(library, num_heads, num_kv_heads, dim)
@@ -98,9 +102,9 @@ class Kernel:
     def _agrees(self) -> bool:
         """Is what it computes here what torch computes?"""
         num_heads, num_kv_heads, dim = self.shape
-        at_random = torch.Generator().manual_seed(0)
-        kv = torch.randn((1, 2, num_kv_heads, 1500, dim), generator=at_random).to(torch.bfloat16)
-        query = torch.randn((1, num_heads, dim), generator=at_random).to(torch.bfloat16)
+        at_random = torch.Generator("cpu").manual_seed(0)
+        kv = torch.randn((1, 2, num_kv_heads, 1500, dim), generator=at_random, device="cpu").to(torch.bfloat16)
+        query = torch.randn((1, num_heads, dim), generator=at_random, device="cpu").to(torch.bfloat16)
         extent, rest = kv[..., :1400, :], kv[..., 1400:, :]
         past = KernelPast(self, [Past([Piece(extent, 0, 1400)], _Ready(rest), None)], [1])
         found = past.attend(0, query, None).view(num_heads, dim).float()
@@ -113,7 +117,7 @@ class Kernel:
         num_bytes = self.library.aaflow_scratch_bytes(plan)
         room = self._room
         if room.numel() < num_bytes:
-            room = torch.empty(num_bytes * 3 // 2, dtype=torch.uint8)
+            room = torch.empty(num_bytes * 3 // 2, dtype=torch.uint8, device="cpu")
             if num_bytes <= KEPT_BYTES:
                 self._room = room
         plan.room = room  # keeps it alive as long as the plan
@@ -142,6 +146,7 @@ class KernelPast:
 
     def __init__(self, kernel: Kernel, pasts: Sequence[Past], counts: Sequence[int]) -> None:
         self._kernel = kernel
+        self._num_rows = sum(counts)
         extents: dict[int, _Read] = {}
         tails: list[_Read] = []
         slots: list[tuple[int, int]] = []
@@ -181,6 +186,7 @@ class KernelPast:
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             dim=dim,
+            num_shares=kernel.num_threads,
             num_threads=torch.get_num_threads(),
             parallel=native.parallel(),
         )
@@ -193,8 +199,9 @@ class KernelPast:
 
         ``cos, sin [rows, D]`` are the tables, the first half of the sines with its sign turned.
         """
-        num_heads, _, dim = self._kernel.shape
-        out = qkv.new_empty(qkv.shape[0], num_heads * dim)
+        num_heads, num_kv_heads, dim = self._kernel.shape
+        qkv = self._checked(qkv, (self._num_rows, (num_heads + 2 * num_kv_heads) * dim))
+        out = qkv.new_empty(self._num_rows, num_heads * dim)
         self._plan.scale = scale * _LOG2E
         self._kernel.library.aaflow_layer(
             self._plan, layer, qkv.data_ptr(), cos.data_ptr(), sin.data_ptr(), out.data_ptr()
@@ -204,7 +211,8 @@ class KernelPast:
     def write_layer(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Keep the new keys and values of a layer, ``[1, H, rows, D]`` each, as modules hand them to their cache."""
         self.layer = layer
-        keys, values = _rows_in_place(keys), _rows_in_place(values)
+        _, num_kv_heads, dim = self._kernel.shape
+        keys, values = (self._checked(x, (1, num_kv_heads, self._num_rows, dim)) for x in (keys, values))
         self._kernel.library.aaflow_store(
             self._plan,
             layer,
@@ -214,14 +222,30 @@ class KernelPast:
 
     def attend(self, layer: int, query: torch.Tensor, scale: float | None) -> torch.Tensor:
         """``query [rows, Hq, D]``, each over everything up to itself; ``[rows, Hq * D]``."""
-        num_rows, num_heads, dim = query.shape
-        query = _rows_in_place(query)
-        out = query.new_empty(num_rows, num_heads * dim)
+        num_heads, _, dim = self._kernel.shape
+        query = self._checked(query, (self._num_rows, num_heads, dim))
+        out = query.new_empty(self._num_rows, num_heads * dim)
         self._plan.scale = (scale or dim**-0.5) * _LOG2E
         self._kernel.library.aaflow_attend(
             self._plan, layer, query.data_ptr(), query.stride(0), query.stride(1), out.data_ptr()
         )
         return out
+
+    def _checked(self, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        """A tensor whose memory is what the kernel takes it for, rows without gaps.
+
+        Raises:
+            FastPathRefused: The model hands its attention another shape than its configuration says.
+            ConfigError: It computes in another dtype, or elsewhere, than when its engine was opened.
+        """
+        if tensor.shape != shape:
+            raise FastPathRefused(f"attention got {tuple(tensor.shape)} where the configuration says {shape}")
+        if tensor.dtype != torch.bfloat16 or tensor.device.type != "cpu":
+            raise ConfigError(
+                f"the model computes in {tensor.dtype} on {tensor.device} and was opened in torch.bfloat16 on the CPU (was it "
+                "cast, moved, or put under autocast since?); open a broker on the model as it is now"
+            )
+        return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
     def finish(self) -> None:
         """See ``SharedPast.finish``: everything is where it belongs."""
@@ -233,7 +257,3 @@ def _num_seen(reader: tuple[int, int]) -> int:
 
 def _fits(kv: torch.Tensor) -> bool:
     return kv.dtype == torch.bfloat16 and kv.device.type == "cpu" and kv.stride(4) == 1
-
-
-def _rows_in_place(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

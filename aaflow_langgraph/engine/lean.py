@@ -197,7 +197,7 @@ class LeanForward:
         counts, pasts = [len(step.token_ids) for step in steps], [step.past for step in steps]
         tables = [self._rotation(step.position, count) for step, count in zip(steps, counts, strict=True)]
         cos, sin = (torch.cat(table) for table in zip(*tables, strict=True))
-        last = torch.tensor(counts).cumsum(0) - 1
+        last = torch.tensor(counts, device=self._like[1]).cumsum(0) - 1
         ids = torch.tensor([token_id for step in steps for token_id in step.token_ids], device=self._like[1])
         hidden = functional.embedding(ids, self._embedding)
         if kernel is not None and self._suits_kernel:

@@ -292,7 +292,7 @@ def _encode(engine: TransformersEngine, ids: list[int], position: int) -> tuple[
     """KV ``[L, 2, H, T, D]`` in fp32 of ``ids`` at ``position`` with nothing before them, by the model's own attention, and the
     logits after the last.
     """
-    kept: list[torch.Tensor] = [torch.empty(0)] * engine.layout.num_layers
+    kept: list[torch.Tensor] = [torch.empty(0, device="cpu")] * engine.layout.num_layers
 
     def note(layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         kept[layer] = torch.stack((keys[0], values[0])).float()

@@ -69,7 +69,7 @@ def choose(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator 
         # The first token is always kept: keep every token whose mass before it is still below top_p.
         num_kept = int((cumulative - probabilities < sampling.top_p).sum())
         cumulative, ids = cumulative[:num_kept], ids[:num_kept]
-    draw = torch.rand((), generator=generator, dtype=torch.float64) * cumulative[-1]
+    draw = torch.rand((), generator=generator, dtype=torch.float64, device="cpu") * cumulative[-1]
     return int(ids[int(torch.searchsorted(cumulative, draw, right=True).clamp(max=len(ids) - 1))])
 
 

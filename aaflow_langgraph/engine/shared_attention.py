@@ -70,12 +70,14 @@ class SharedPast:
             else:
                 short.append((past, whole, rows))
         self._groups = [
-            (piece, None if len(rows) == num_rows else torch.tensor(rows))
+            (piece, None if len(rows) == num_rows else torch.tensor(rows, device="cpu"))
             for by_length in readers.values()
             for piece, rows in _in_common(by_length)
         ]
         self._short = [(past, rows) for past, _, rows in short]
-        self._short_rows = torch.tensor([row for _, rows in self._short for row in rows]) if self._long else None
+        self._short_rows = (
+            torch.tensor([row for _, rows in self._short for row in rows], device="cpu") if self._long else None
+        )
         self._most = 0
         if short:
             self._lay_out(short, room)
@@ -90,7 +92,7 @@ class SharedPast:
         length = max(rest + count for rest, count in zip(rests, counts, strict=True))
         self._tails = room.take((num_layers, 2, len(short), num_heads, length, dim), first)
         self._rests = rests
-        hidden = torch.ones((len(short), 1, self._most, length), dtype=torch.bool)
+        hidden = torch.ones((len(short), 1, self._most, length), dtype=torch.bool, device="cpu")
         where: list[tuple[int, int, int]] = []
         for number, ((past, whole, _), rest, count) in enumerate(zip(short, rests, counts, strict=True)):
             if rest:
@@ -98,12 +100,13 @@ class SharedPast:
             for at in range(self._most):
                 hidden[number, 0, at, : rest + min(at, count - 1) + 1] = False
             where += [(number, at, rest + at) for at in range(count)]
-        request, row, column = (torch.tensor(x) for x in zip(*where, strict=True))
+        request, row, column = (torch.tensor(x, device="cpu") for x in zip(*where, strict=True))
         self._padded_rows = request * self._most + row
         # Of a layer's buffer as rows of D: those of the new keys and values, [2, rows, H].
-        planes = (torch.arange(2)[:, None] * len(short) + request)[..., None] * num_heads + torch.arange(num_heads)
+        of_head, of_kind = (torch.arange(count, device="cpu") for count in (num_heads, 2))
+        planes = (of_kind[:, None] * len(short) + request)[..., None] * num_heads + of_head
         self._slots = (planes * length + column[:, None]).reshape(-1)
-        self._mask = torch.zeros(hidden.shape, dtype=first.dtype).masked_fill_(hidden, float("-inf"))
+        self._mask = torch.zeros(hidden.shape, dtype=first.dtype, device="cpu").masked_fill_(hidden, float("-inf"))
 
     def write(self, layer: int, keys_values: torch.Tensor) -> None:
         """Keep the new keys and values of a layer, ``[rows, 2, H, D]``, where ``attend`` reads them."""

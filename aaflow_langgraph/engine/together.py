@@ -29,12 +29,14 @@ def together(
     ids = [token_id for step in steps for token_id in step.token_ids]
     positions = torch.cat(
         [
-            step.position if isinstance(step.position, torch.Tensor) else torch.arange(count) + step.position
+            step.position
+            if isinstance(step.position, torch.Tensor)
+            else torch.arange(step.position, step.position + count, device=engine.device)
             for step, count in zip(steps, counts, strict=True)
         ]
     )
     layers = [cache_adapter.FastLayer(n, past.write_layer, lambda: 0) for n in range(engine.layout.num_layers)]
-    last = torch.tensor(counts).cumsum(0) - 1
+    last = torch.tensor(counts, device=engine.device).cumsum(0) - 1
     with attention.reading(past):
         logits = engine.forward_rows(ids, positions, cache_adapter.as_cache(layers), last)
     past.finish()

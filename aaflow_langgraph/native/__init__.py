@@ -7,11 +7,12 @@ instructions, or where torch brings no OpenMP threads to share. Knows addresses 
 from __future__ import annotations
 
 import ctypes
+import struct
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-_ABI = 1
+_ABI = 2
 
 
 class Stretch(ctypes.Structure):
@@ -52,7 +53,7 @@ class Plan(ctypes.Structure):
         ("num_stretches", ctypes.c_int32),
         ("num_readers", ctypes.c_int32),
         ("num_rows", ctypes.c_int32),
-        ("unused", ctypes.c_int32),
+        ("num_shares", ctypes.c_int32),
         ("num_heads", ctypes.c_int32),
         ("num_kv_heads", ctypes.c_int32),
         ("dim", ctypes.c_int32),
@@ -85,7 +86,10 @@ def library() -> ctypes.CDLL | None:
         "aaflow_gate": (address, address, stride, stride),
     }
     try:
-        loaded = ctypes.CDLL(str(Path(__file__).with_name("_attention.so")))
+        file = Path(__file__).with_name("_attention.so")
+        if not _is_whole(file):
+            return None
+        loaded = ctypes.CDLL(str(file))
         loaded.aaflow_plan_bytes.restype = ctypes.c_int64
         if loaded.aaflow_abi() != _ABI or loaded.aaflow_plan_bytes() != ctypes.sizeof(Plan):
             return None  # built from another version of the source
@@ -99,6 +103,16 @@ def library() -> ctypes.CDLL | None:
     except (OSError, AttributeError):
         return None
     return loaded
+
+
+def _is_whole(file: Path) -> bool:
+    """Does a 64-bit ELF file reach to the end of its section headers, its last part? Loading one that was cut ends the process."""
+    with file.open("rb") as opened:
+        head = opened.read(64)
+        if len(head) < 64 or head[:5] != b"\x7fELF\x02":
+            return False
+        offset, size, count = struct.unpack_from("<Q", head, 40)[0], *struct.unpack_from("<HH", head, 58)
+        return bool(opened.seek(0, 2) >= offset + size * count)
 
 
 @lru_cache(maxsize=1)

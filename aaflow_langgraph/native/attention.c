@@ -19,7 +19,7 @@
 enum { BLOCK = 64,        /* keys at a time */
        AT_ONCE = 6,       /* queries whose sums fit into registers */
        MOST_QUERIES = 96, /* of one KV head over one packed block: they and their sums stay in the second-level cache */
-       ABI = 1 };
+       ABI = 2 };
 
 typedef struct {
     uint16_t *kv;                      /* of layer 0: the keys of KV head 0, first token */
@@ -50,7 +50,7 @@ typedef struct {
     const Stretch *stretches;
     const Reader *readers;
     const Slot *slots;
-    int32_t num_stretches, num_readers, num_rows, unused;
+    int32_t num_stretches, num_readers, num_rows, num_shares; /* work is cut for num_shares threads */
     int32_t num_heads, num_kv_heads, dim, num_threads;
     float scale; /* of scores, times log2(e): softmax is computed in powers of two */
     int32_t num_chunks;
@@ -72,7 +72,7 @@ static int64_t round_up(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
 /* Keys of a chunk of a stretch with so many queries per KV head: a fixed share of all work, in whole blocks. */
 static int32_t chunk_keys(int64_t total, const Plan *plan, int32_t queries) {
-    int64_t target = total / ((int64_t)plan->num_threads * 6) + 1;
+    int64_t target = total / ((int64_t)plan->num_shares * 6) + 1;
     int64_t keys = target / (12 + 5 * (int64_t)queries) / BLOCK * BLOCK;
     return (int32_t)(keys < 4 * BLOCK ? 4 * BLOCK : keys);
 }
@@ -132,7 +132,7 @@ EXPORT int64_t aaflow_scratch_bytes(const Plan *plan) {
     int64_t num_parts, num_shares;
     if (plan->num_kv_heads < 1 || plan->num_heads % plan->num_kv_heads || plan->dim % 32 || plan->dim < 32 || plan->dim > 256)
         return 0;
-    if (plan->num_heads / plan->num_kv_heads > MOST_QUERIES || plan->num_threads < 1)
+    if (plan->num_heads / plan->num_kv_heads > MOST_QUERIES || plan->num_threads < 1 || plan->num_shares < 1)
         return 0;
     int32_t num_chunks = cut(plan, all_work(plan), NULL, &num_parts, &num_shares);
     return 64 + round_up(num_chunks * (int64_t)sizeof(Chunk)) + round_up(num_shares * (int64_t)sizeof(Share)) +

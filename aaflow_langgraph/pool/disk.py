@@ -155,7 +155,7 @@ class DiskPool:
             if wanted is not None:
                 self._require_kv("into", into, wanted)
             in_place = into.is_cpu and into.is_contiguous()
-            target = into if in_place else torch.empty(into.shape, dtype=into.dtype)
+            target = into if in_place else torch.empty(into.shape, dtype=into.dtype, device="cpu")
             if wanted is not None and self._is_as_written(opened, wanted, tensor_bytes(target)):
                 found = wanted
             else:

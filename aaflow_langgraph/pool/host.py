@@ -34,7 +34,7 @@ class RegionPool:
         self._arena = Arena(capacity_bytes, alignment_bytes)
         self.owner = secrets.token_hex(16)
         self._closed = False
-        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     @property
     def capacity_bytes(self) -> int:
@@ -77,7 +77,7 @@ class RegionPool:
     def close(self) -> None:
         # The bookkeeping stays: a request that still runs gives its ranges back into it, its views keep the memory until then.
         self._closed = True
-        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 class HostPool(RegionPool):
@@ -90,7 +90,7 @@ class HostPool(RegionPool):
     def __init__(self, capacity_bytes: int) -> None:
         super().__init__(capacity_bytes, ALIGNMENT_BYTES)
         try:
-            self._bytes = torch.zeros(self._arena.capacity_bytes, dtype=torch.uint8)
+            self._bytes = torch.zeros(self._arena.capacity_bytes, dtype=torch.uint8, device="cpu")
             self._bytes.fill_(1)  # zeros() may map one shared page; writing makes every page ours
         except RuntimeError as error:  # torch raises RuntimeError for out of memory
             raise ConfigError(

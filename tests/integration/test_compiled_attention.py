@@ -16,6 +16,7 @@ from aaflow_langgraph.engine.base import Piece
 from aaflow_langgraph.engine.batch import Step
 from aaflow_langgraph.engine.mixed import Mixed
 from aaflow_langgraph.engine.scattered import Rows
+from aaflow_langgraph.errors import ConfigError
 from tests import tiny
 from tests.integration.test_cold_warm import broker_text, letters
 
@@ -36,7 +37,7 @@ class Tail:
 
     def __init__(self, engine: TransformersEngine, start: int) -> None:
         self.start, self.length = start, 0
-        self.kv = torch.zeros(engine.layout.shape(400), dtype=torch.bfloat16)
+        self.kv = torch.zeros(engine.layout.shape(400), dtype=engine.model.dtype, device="cpu")
 
     def ensure(self, num_tokens: int) -> None:
         assert num_tokens <= self.kv.shape[3]
@@ -185,3 +186,42 @@ def test_tokens_at_scattered_positions_see_what_they_see_on_torch(
     assert (rows - wanted_rows).abs().max() < 0.05 * wanted_rows.std()
     untouched = [at - 300 for at in range(300, 851) if at not in set(chosen)]
     assert torch.equal(rows[..., untouched, :], whole.kv[..., 300:, :][..., untouched, :].float())
+
+
+@pytest.mark.parametrize("kind", ["llama", "phi"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_another_default_device_of_torch_changes_nothing(
+    kind: str, dtype: torch.dtype, open_broker: Callable[..., KVBroker]
+) -> None:
+    broker = open_broker(kind, dtype=dtype, pool_bytes=32 << 20, **WIDE[kind])
+    handle = broker.materialize(letters(600, seed=8))
+    sampling = Sampling(max_tokens=6, temperature=0.7, seed=1, logprobs=True)
+
+    def ask() -> list[tuple[Any, ...]]:
+        made = []
+        for deterministic in (True, False):
+            one = broker.generate(
+                "abc", parent=handle, raw=True, sampling=sampling, deterministic=deterministic, kv=False
+            )
+            made.append((one.token_ids, one.logprobs))
+        runs = [broker.engine.start([], Tail(broker.engine, 0), grid=None) for _ in range(2)]
+        steps = [run.next_step(range(40, 43 + number)) for number, run in enumerate(runs)]  # type: ignore[union-attr]
+        with broker.engine.lock:
+            return [*made, *(tuple(logits.tolist()) for logits in broker.engine._forward_steps(steps))]
+
+    usual = ask()
+    with torch.device("meta"):
+        assert ask() == usual
+
+
+def test_a_model_cast_after_it_was_opened_is_refused_instead_of_read_as_something_else() -> None:
+    model = tiny.model("phi", dtype=torch.bfloat16, **WIDE["phi"])
+    with KVBroker.open(TransformersEngine(model, tiny.tokenizer()), pool_bytes=8 << 20) as broker:
+        handle = broker.materialize(letters(300))
+        before = broker.stats().num_extents
+        model.float()
+        with pytest.raises(ConfigError, match=r"torch\.float32 .* was opened in torch\.bfloat16"):
+            broker.generate("abc", parent=handle, raw=True, sampling=Sampling(max_tokens=2))
+        assert broker.stats().num_extents == before
+        model.bfloat16()
+        assert broker.generate("abc", parent=handle, raw=True, sampling=Sampling(max_tokens=2)).usage.num_reused == 300

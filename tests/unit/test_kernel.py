@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aaflow_langgraph import native
-from aaflow_langgraph.engine.attention import Past
+from aaflow_langgraph.engine.attention import FastPathRefused, Past
 from aaflow_langgraph.engine.base import Piece
 from aaflow_langgraph.engine.kernel import Kernel, KernelPast
+from aaflow_langgraph.errors import ConfigError
 
 needs_kernel = pytest.mark.skipif(
     native.library() is None, reason="the compiled attention is not built, or this CPU has no AVX512-BF16"
@@ -208,8 +210,62 @@ def test_forwards_of_many_rows_are_left_to_matrix_tiles_where_the_cpu_has_them(m
         assert kernel.reads([past], rows) is expected
 
 
+@needs_kernel
+def test_a_model_that_computes_in_another_dtype_than_it_was_opened_in_is_refused() -> None:
+    """Read as bf16, its numbers would be finite nonsense."""
+    past = KernelPast(kernel_of((4, 2, 64)), [Past([], Tail(0, 0, 1, 2, 64, 1), None)], [1])
+    keys = torch.zeros(1, 2, 1, 64)
+    for other in (torch.float32, torch.float16):
+        with pytest.raises(ConfigError, match="was opened in torch.bfloat16"):
+            past.write_layer(0, keys.to(other), keys.to(other))
+        with pytest.raises(ConfigError, match=str(other)):
+            past.attend(0, torch.zeros(1, 4, 64, dtype=other), None)
+        with pytest.raises(ConfigError, match=str(other)):
+            past.through(0, torch.zeros(1, 8 * 64, dtype=other), keys[0, 0], keys[0, 0], 1.0)
+
+
+@needs_kernel
+def test_attention_of_another_shape_than_configured_is_refused() -> None:
+    past = KernelPast(kernel_of((4, 2, 64)), [Past([], Tail(0, 0, 1, 2, 64, 1), None)], [1])
+    with pytest.raises(FastPathRefused, match=r"\(1, 2, 2, 64\) where"):
+        past.write_layer(0, torch.zeros(1, 2, 2, 64).bfloat16(), torch.zeros(1, 2, 2, 64).bfloat16())
+    with pytest.raises(FastPathRefused, match=r"\(2, 4, 64\) where"):
+        past.attend(0, torch.zeros(2, 4, 64).bfloat16(), None)
+
+
+@needs_kernel
+def test_bits_do_not_depend_on_how_many_threads_there_are_later() -> None:
+    kernel = kernel_of((9, 3, 64))
+    past = Past([Piece(torch.randn(1, 2, 3, 3000, 64).bfloat16(), 0, 3000)], Tail(3000, 0, 1, 3, 64, 4), None)
+    query, new, results = torch.randn(4, 9, 64).bfloat16(), torch.randn(2, 1, 3, 4, 64).bfloat16(), []
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            read = KernelPast(kernel, [past], [4])
+            read.write_layer(0, new[0], new[1])
+            results.append(read.attend(0, query, None))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+@needs_kernel
+@pytest.mark.parametrize("kept", [0, 64, 1000, 20_000, -1])
+def test_a_library_that_was_cut_short_is_none(kept: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Loading it would end the process with SIGBUS."""
+    whole = Path(native.__file__).with_name("_attention.so").read_bytes()
+    (tmp_path / "_attention.so").write_bytes(whole[:kept])
+    monkeypatch.setattr(native, "__file__", str(tmp_path / "__init__.py"))
+    native.library.cache_clear()
+    try:
+        assert native.library() is None
+    finally:
+        native.library.cache_clear()
+
+
 @pytest.mark.parametrize("missing", ["file", "threads"])
-def test_without_it_there_is_none(missing: str, monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
+def test_without_it_there_is_none(missing: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     if missing == "file":
         monkeypatch.setattr(native, "__file__", f"{tmp_path}/__init__.py")
     else:

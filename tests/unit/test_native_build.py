@@ -142,8 +142,10 @@ def test_without_a_compiler_the_wheel_is_pure_python(
         ),
         ("exit 3", "exit status 3 (it said nothing)"),
         ("exit 0", "exit status 0 (it said nothing)"),
+        ('while [ "$1" != -o ]; do shift; done; echo text > "$2"', "made no shared library"),
+        (f'exec {COMPILER} -c "$@"', "made no shared library"),
     ],
-    ids=["with an error", "silently", "without writing anything"],
+    ids=["with an error", "silently", "without writing anything", "into text", "into an object file"],
 )
 def test_a_compiler_that_fails_is_quoted_and_leaves_no_older_library(
     body: str, said: str, tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
