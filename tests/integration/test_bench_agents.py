@@ -87,6 +87,14 @@ def test_the_last_line_is_one_document_in_which_every_side_has_a_row_and_pairs_b
     assert b"agents on 520 tokens" in drawn
     agents_plot.draw(document, picture)
     assert picture.read_bytes() == drawn
+    fewest = min(row["agents"] for row in document["rows"])
+    only = [row for row in document["rows"] if row["agents"] == fewest]
+    agents_plot.draw({**document, "rows": only}, picture)
+    bars = picture.read_text()
+    assert f"{fewest} agents on 520 tokens" in bars
+    assert all(f">{row['side']}<" in bars for row in only)
+    (ours,) = (row for row in only if row["side"] == "handles-batched")
+    assert f">{ours['total_s']:.3g}<" in bars
 
 
 def test_continuous_batching_runs_here_or_says_why(engine: TransformersEngine) -> None:
