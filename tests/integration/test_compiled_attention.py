@@ -225,3 +225,29 @@ def test_a_model_cast_after_it_was_opened_is_refused_instead_of_read_as_somethin
         assert broker.stats().num_extents == before
         model.bfloat16()
         assert broker.generate("abc", parent=handle, raw=True, sampling=Sampling(max_tokens=2)).usage.num_reused == 300
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_a_lean_model_whose_widths_the_kernel_does_not_take_keeps_its_bits_on_torch(
+    kind: str, open_broker: Callable[..., KVBroker]
+) -> None:
+    broker = open_broker(kind, dtype=torch.bfloat16, pool_bytes=64 << 20, intermediate_size=136, **WIDE[kind])
+    assert broker.engine.lean is not None
+    assert broker.engine.attention == "torch"
+    handle = broker.append(broker.materialize(letters(2049)), letters(256, seed=1))
+    sampling = Sampling(max_tokens=3, logprobs=True)
+    answers = [
+        broker.generate("abc", parent=handle, raw=True, deterministic=True, kv=kv, sampling=sampling)
+        for kv in (True, False, True)
+    ]
+    assert [answer.usage.num_reused > 0 for answer in answers] == [True, False, True]
+    assert len({(answer.token_ids, answer.logprobs) for answer in answers}) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_lean_model_cast_after_it_was_opened_is_refused(dtype: torch.dtype) -> None:
+    model = tiny.model("llama", dtype=torch.bfloat16, **WIDE["llama"])
+    with KVBroker.open(TransformersEngine(model, tiny.tokenizer()), pool_bytes=8 << 20) as broker:
+        model.to(dtype)
+        with pytest.raises(ConfigError, match=rf"{dtype} and was opened in bfloat16"):
+            broker.generate("abc", raw=True, sampling=Sampling(max_tokens=2))

@@ -162,6 +162,19 @@ def test_scores_far_apart_neither_overflow_nor_vanish() -> None:
 
 
 @needs_kernel
+@pytest.mark.parametrize("which", ["key", "value"])
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_kv_that_is_no_number_does_not_become_a_plausible_answer(which: str, number: float) -> None:
+    kv = torch.randn(1, 2, 1, 600, 64).bfloat16()
+    kv[0, int(which == "value"), 0, 300, 5] = number
+    past = KernelPast(kernel_of((2, 1, 64)), [Past([Piece(kv, 0, 600)], Tail(600, 0, 1, 1, 64, 1), None)], [1])
+    new = torch.randn(1, 1, 1, 64).bfloat16()
+    past.write_layer(0, new, new)
+    out = past.attend(0, torch.ones(1, 2, 64).bfloat16(), None).view(2, 64)
+    assert not out[:, 5].isfinite().any()
+
+
+@needs_kernel
 def test_it_rotates_as_torch_does() -> None:
     num_heads, num_kv_heads, dim = shape = (9, 3, 64)
     tail = Tail(0, 0, 1, num_kv_heads, dim, 5)
