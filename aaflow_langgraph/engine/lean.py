@@ -124,7 +124,7 @@ class LeanForward:
         # Nothing of the model is touched before all of it is known to fit.
         self._layers = [_layer(block) for block in blocks]
         self._embedding, self._norm, self._head = embedding.weight.data, norm.weight.data, _product(head)
-        self._suits_kernel = Kernel.suits(self._norm.shape[0], *(layer.down.weight.shape[1] for layer in self._layers))
+        self.suits_kernel = Kernel.suits(self._norm.shape[0], *(layer.down.weight.shape[1] for layer in self._layers))
         self._products = [p for x in self._layers for p in (x.qkv, x.out, x.gate_up, x.down)] + [self._head]
         self._tables: tuple[torch.Tensor, torch.Tensor] | None = None
         self._tail_room = TailRoom()
@@ -200,7 +200,7 @@ class LeanForward:
         last = torch.tensor(counts, device=self._like[1]).cumsum(0) - 1
         ids = torch.tensor([token_id for step in steps for token_id in step.token_ids], device=self._like[1])
         hidden = functional.embedding(ids, self._embedding)
-        if kernel is not None and self._suits_kernel:
+        if kernel is not None:
             return self._compiled(kernel, KernelPast(kernel, pasts, counts), hidden, (cos, sin), last)
         past = SharedPast(pasts, counts, self._tail_room)
         cos, sin = self._for_heads((cos, sin))

@@ -35,7 +35,7 @@ from aaflow_langgraph.engine.turns import ChatFrame
 from aaflow_langgraph.errors import ConfigError, ContextTooLong
 from aaflow_langgraph.handle import is_unicode
 from aaflow_langgraph.model import Namespace
-from aaflow_langgraph.tensors import DTYPES
+from aaflow_langgraph.tensors import DTYPES, dtype_name
 
 
 class TransformersEngine:
@@ -92,6 +92,8 @@ class TransformersEngine:
             model.dtype,
             self.device,
         )
+        if self.lean is not None and not self.lean.suits_kernel:
+            self.kernel = None
         self.read_path = ""  # not known yet: no step shares a forward
         self.shares = True
         self.tail_room = TailRoom()
@@ -198,6 +200,11 @@ class TransformersEngine:
             if self.lean is not None and self.lean.ready():
                 # Out of inference mode again: callers may do with logits what they like.
                 return self.lean(step.token_ids, step.position, past).clone()
+            if dtype_name(self.model.dtype) != self.layout.dtype:
+                raise ConfigError(
+                    f"the model is in {self.model.dtype} and was opened in {self.layout.dtype}: it was cast since; open a "
+                    "broker on the model as it is now"
+                )
             return self.forward(step.token_ids, step.position, step.cache)
 
     def start(self, past: Sequence[Piece], tail: Tail, *, grid: int | None, priority: int = 0) -> Run:

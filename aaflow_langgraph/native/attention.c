@@ -191,7 +191,7 @@ INLINE __m256i narrow(__m512 numbers) { return (__m256i)_mm512_cvtneps_pbh(numbe
 
 /* 2^x for x <= 0; far below zero it is zero. Relative error 3e-6, a thousandth of what bf16 keeps. */
 INLINE __m512 power_of_two(__m512 x) {
-    x = _mm512_max_ps(x, _mm512_set1_ps(-150.0f));
+    x = _mm512_max_ps(_mm512_set1_ps(-150.0f), x); /* in this order what is no number stays none */
     __m512 whole = _mm512_roundscale_ps(x, 8);
     __m512 rest = _mm512_sub_ps(x, whole);
     __m512 sum = _mm512_set1_ps(0.0013333558f);
