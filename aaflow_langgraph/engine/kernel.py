@@ -20,6 +20,7 @@ from torch.nn import functional
 from aaflow_langgraph import native
 from aaflow_langgraph.engine.attention import FastPathRefused, Past, has_tiles
 from aaflow_langgraph.engine.base import Piece
+from aaflow_langgraph.engine.scattered import Rows
 from aaflow_langgraph.errors import ConfigError
 
 KEPT_BYTES = 128 << 20
@@ -106,7 +107,9 @@ class Kernel:
         kv = torch.randn((1, 2, num_kv_heads, 1500, dim), generator=at_random, device="cpu").to(torch.bfloat16)
         query = torch.randn((1, num_heads, dim), generator=at_random, device="cpu").to(torch.bfloat16)
         extent, rest = kv[..., :1400, :], kv[..., 1400:, :]
-        past = KernelPast(self, [Past([Piece(extent, 0, 1400)], _Ready(rest), None)], [1])
+        tail = Rows(rest, 1400)
+        tail.length = 99  # the last one is the new token's, and written
+        past = KernelPast(self, [Past([Piece(extent, 0, 1400)], tail, None)], [1])
         found = past.attend(0, query, None).view(num_heads, dim).float()
         repeated = kv[0].repeat_interleave(num_heads // num_kv_heads, 1).float()
         wanted = functional.scaled_dot_product_attention(query[0, :, None].float(), repeated[0], repeated[1])[:, 0]
@@ -122,18 +125,6 @@ class Kernel:
                 self._room = room
         plan.room = room  # keeps it alive as long as the plan
         self.library.aaflow_prepare(plan, room.data_ptr())
-
-
-class _Ready:
-    """A tail whose last token is the new one, and written."""
-
-    def __init__(self, kv: torch.Tensor) -> None:
-        self.kv = kv
-        self.start = 0
-        self.length = kv.shape[3] - 1
-
-    def ensure(self, num_tokens: int) -> None:
-        """See ``Tail.ensure``: it is all there."""
 
 
 class KernelPast:
@@ -167,21 +158,21 @@ class KernelPast:
         # In the order of their positions: parts are joined in this order, so that equal requests get equal bits.
         everything = [*extents.values(), *tails]
         self._memory = [kv for kv, _ in everything]  # the plan knows addresses, which keep nothing alive
-        sorted_readers = [reader for _, own in everything for reader in sorted(own, key=_num_seen)]
-        first = 0
+        all_readers: list[tuple[int, int]] = []
         stretches = []
         for kv, own in everything:
+            own.sort(key=_num_seen)
             stretches.append(
-                native.Stretch(kv.data_ptr(), *kv.stride()[:4], max(map(_num_seen, own)), first, len(own), 0)
+                native.Stretch(kv.data_ptr(), *kv.stride()[:4], _num_seen(own[-1]), len(all_readers), len(own), 0)
             )
-            first += len(own)
+            all_readers += own
         num_heads, num_kv_heads, dim = kernel.shape
         self._plan = native.Plan(
             stretches=(native.Stretch * len(stretches))(*stretches),
-            readers=(native.Reader * first)(*(native.Reader(*one) for one in sorted_readers)),
+            readers=(native.Reader * len(all_readers))(*(native.Reader(*one) for one in all_readers)),
             slots=(native.Slot * at)(*(native.Slot(len(extents) + tail, place) for tail, place in slots)),
             num_stretches=len(stretches),
-            num_readers=first,
+            num_readers=len(all_readers),
             num_rows=at,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,

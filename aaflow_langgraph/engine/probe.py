@@ -18,6 +18,7 @@ from aaflow_langgraph.engine.base import Piece
 from aaflow_langgraph.engine.fingerprint import read_cached, write_cached
 from aaflow_langgraph.engine.loading import first_line
 from aaflow_langgraph.engine.runs import FastRun, Run, UniversalRun
+from aaflow_langgraph.engine.scattered import Rows
 from aaflow_langgraph.engine.together import together
 from aaflow_langgraph.errors import UnsupportedModel
 from aaflow_langgraph.hashing import digest
@@ -144,10 +145,10 @@ def _stock_logits(engine: TransformersEngine, ids: list[int]) -> torch.Tensor:
 def _logits(engine: TransformersEngine, path: str, ids: list[int]) -> torch.Tensor:
     """The same logits by the read path: a first run, its tail read as a piece by a second, then token by token."""
     cut, last = len(ids) // 2, len(ids) - 2
-    first = _HeapTail(engine, 0)
+    first = _tail(engine, 0)
     kind: Callable[..., Run] = FastRun if path == "fast" else lambda e, p, t, _, n: UniversalRun(e, p, t, n)
     kind(engine, (), first, None, 0).prefill(ids[:cut])
-    second = _HeapTail(engine, cut)
+    second = _tail(engine, cut)
     run = kind(engine, (Piece(first.kv[..., :cut, :], 0, cut),), second, None, 0)
     run.prefill(ids[cut:last])
     run.decode(ids[last])
@@ -157,10 +158,10 @@ def _logits(engine: TransformersEngine, path: str, ids: list[int]) -> torch.Tens
 def _shares(engine: TransformersEngine, ids: list[int], spread: float) -> bool:
     """Are the logits of two requests in one forward through the model's modules those of each alone?"""
     cut = len(ids) // 2
-    first = _HeapTail(engine, 0)
+    first = _tail(engine, 0)
     FastRun(engine, (), first, None, 0).prefill(ids[:cut])
     pieces = (Piece(first.kv[..., :cut, :], 0, cut),)
-    runs = [FastRun(engine, pieces, _HeapTail(engine, cut), None, 0) for _ in range(2)]
+    runs = [FastRun(engine, pieces, _tail(engine, cut), None, 0) for _ in range(2)]
     runs[1].prefill(ids[cut : cut + 5])
     steps = [runs[0].next_step(ids[cut : cut + 3]), runs[1].next_step(ids[cut + 5 : cut + 6])]
     try:
@@ -173,14 +174,6 @@ def _shares(engine: TransformersEngine, ids: list[int], spread: float) -> bool:
     return max(differences) <= _TOLERANCE[engine.model.dtype]
 
 
-class _HeapTail:
-    """A tail outside any pool, for the probe."""
-
-    def __init__(self, engine: TransformersEngine, start: int) -> None:
-        self.start = start
-        self.length = 0
-        self.kv = torch.empty(engine.layout.shape(2304), dtype=engine.model.dtype, device=engine.device)
-
-    def ensure(self, num_tokens: int) -> None:
-        if num_tokens > self.kv.shape[3]:
-            raise ValueError(f"the probe's tail holds {self.kv.shape[3]} tokens, {num_tokens} asked")
+def _tail(engine: TransformersEngine, start: int) -> Rows:
+    """A tail outside any pool."""
+    return Rows(torch.empty(engine.layout.shape(2304), dtype=engine.model.dtype, device=engine.device), start)

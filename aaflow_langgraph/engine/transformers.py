@@ -167,7 +167,7 @@ class TransformersEngine:
     @property
     def attention(self) -> str:
         """``"native"`` where forwards attend through the compiled kernel, else ``"torch"``."""
-        return "native" if self.kernel is not None and self.read_path == "fast" and self.shares else "torch"
+        return "native" if self.kernel is not None and self.batches else "torch"
 
     @property
     def batches(self) -> bool:
